@@ -1,0 +1,55 @@
+"""The command line of the benches."""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+from minipaged.errors import UserError
+
+BENCHES = {
+    "cpu": "speed against transformers.generate and resident memory, on the CPU",
+}
+"""Name of each bench, which is its module's too, and what it measures."""
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser whose complaints are one sentence, without the usage lines."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and leave with code 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def list_benches() -> str:
+    """Return the help text that names every bench."""
+    lines = [f"  {name:<8}{purpose}" for name, purpose in BENCHES.items()]
+    return "\n".join(["python -m minipaged.bench NAME [--help], where NAME is one of", *lines])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench that the command line names and return the process's exit code.
+
+    A bench is a module of this package with ``add_arguments(parser)`` and ``run(options)``.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(list_benches())
+        return 0
+    name, *rest = arguments
+    if name not in BENCHES:
+        print(f"no bench is called {name!r}; there is {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    bench = import_module(f"minipaged.bench.{name}")
+    parser = OneSentenceParser(prog=f"minipaged.bench {name}", description=BENCHES[name])
+    bench.add_arguments(parser)
+    try:
+        bench.run(parser.parse_args(rest))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

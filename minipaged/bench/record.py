@@ -1,0 +1,104 @@
+"""What the benches write down beside their samples: where and with what they ran."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minipaged.errors import UserError
+
+PACKAGES = ("minipaged", "torch", "transformers", "tokenizers", "triton", "numpy")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what this machine is, as far as speed depends on it."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor_name(),
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": gpu,
+    }
+
+
+def _processor_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Return the versions of Python and of every package that matters; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    versions["torch"] = str(torch.__version__)  # with its build, such as +cpu
+    return versions
+
+
+def current_commit() -> str | None:
+    """Return this checkout's commit, marked if files differ from it; None without git."""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "HEAD") + changed
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def new_record(bench: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that says what ran where, to which a bench adds its samples."""
+    return {
+        "bench": bench,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": current_commit(),
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "settings": settings,
+    }
+
+
+def check_output(path: Path) -> None:
+    """Find out before a long run whether its result can be written and drawn.
+
+    Raises:
+        UserError: The name does not end in .json, its folder does not exist, or matplotlib is missing.
+    """
+    if path.suffix != ".json":
+        raise UserError(f"the result is JSON, so its name must end in .json, not {path.name!r}")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UserError('the plot needs matplotlib; pip install -e ".[bench]" brings it') from None
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write the record as JSON."""
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def progress(text: str) -> None:
+    """Say on standard error what is running; the report alone goes to standard output."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,10 @@
+"""A chat in the terminal over any rung: ``python -m minipaged.chat``.
+
+    you type            session                          engine
+    "and Rome?"   ->    whole conversation as ids   ->   prefill, then one token a step
+                  <-    pieces of text              <-   blocks of the pool fill up; freed when the answer ends
+
+`session` holds the conversation and knows no terminal. `loading` turns options into an `LLM`, beside the first
+prompt. `screen` shows answers and drawings, in colours or as plain text. `repl` reads lines and runs commands.
+Importing this package loads neither torch nor anything else that would hold up the first prompt.
+"""

@@ -1,0 +1,103 @@
+"""The command line of the chat.
+
+Time to the first prompt, from the start of the process, with a converted model::
+
+    script -qc "python -m minipaged.chat" /dev/null    # the prompt must be there within 2 seconds
+"""
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from minipaged.errors import UserError
+
+FAILURE, INTERRUPTED = 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in one sentence what is wrong, without the usage lines."""
+        self.exit(FAILURE, f"{self.prog}: {message}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the chat's options."""
+    parser = _Parser(
+        prog="python -m minipaged.chat",
+        description="Chat with a model over a paged KV cache. With --prompt, or text on standard input, answer once.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", default="smollm2", help="smollm2 (the default), a local folder, or a Hugging Face hub id")
+    add("--revision", help="branch, tag or commit of a hub model")
+    add("--rung", help="rung of the ladder: foundation, contiguous, paged (default: the highest)")
+    add("--tier", choices=["torch", "triton"], help="implementation of the operations (default: the device's)")
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 where the device has it")
+    add("--block-size", type=int, default=16, metavar="S", help="slots in a block (default: 16)")
+    add("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: one conversation of full length)")
+    add("--max-model-len", type=int, metavar="L", help="most tokens of a conversation (default: the model's limit)")
+    add("--temperature", type=float, metavar="T", help="0 takes the best token (default: the model's own, else 0)")
+    add("--top-p", type=float, metavar="P", help="keep the best tokens of this total probability")
+    add("--seed", type=int, help="makes sampling repeatable")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what the context has left)")
+    add("--system", metavar="TEXT", help="system message")
+    add("--prompt", metavar="TEXT", help="answer this and exit")
+    add("--show-blocks", action="store_true", help="draw the cache, live while it fills")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the chat and return the exit code: 0, 2 after an error (one sentence on stderr), 130 after Ctrl-C."""
+    options = make_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack an answer's characters
+    try:
+        if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+            _chat(options)
+        else:
+            _answer_once(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return FAILURE
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        from minipaged.chat.repl import one_sentence
+
+        print(f"error: {one_sentence(error)}", file=sys.stderr)
+        return FAILURE
+    return 0
+
+
+def _answer_once(options: argparse.Namespace) -> None:
+    from minipaged.chat.loading import load_session
+    from minipaged.chat.screen import make_screen
+
+    text = options.prompt
+    if text is None:
+        text = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
+    if not text.strip():
+        raise UserError("there is nothing to answer: the prompt is empty")
+    make_screen().show_answer(load_session(options), text, options.show_blocks)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from minipaged.chat.loading import Loading, is_at_hand
+    from minipaged.chat.repl import run
+
+    needs_no_download = is_at_hand(options.model)
+    loading = Loading(options)
+    loading.start()
+    try:
+        run(options, loading, needs_no_download)
+    finally:
+        if loading.is_alive():
+            # Left before the model was there: Python would wait for the import of torch in the other thread.
+            sys.stdout.flush()
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""From the chat's options to a loaded model, if wanted beside the first prompt."""
+
+import argparse
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from minipaged.chat.session import ChatSession
+    from minipaged.llm import LLM
+
+
+def load_session(options: argparse.Namespace) -> "ChatSession":
+    """Load the model and begin a conversation.
+
+    Raises:
+        UserError: An option is out of range, or the model cannot be had or cannot chat.
+    """
+    from minipaged import SamplingParams
+    from minipaged.chat.session import ChatSession
+
+    params = SamplingParams(
+        temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
+    )
+    llm = load_llm(options, options.rung)
+    advice = llm.engine.options.generation_config
+    if params.temperature is None and advice.get("temperature") is None and not advice.get("do_sample"):
+        params = replace(params, temperature=0)  # nobody asked for chance
+    session = ChatSession(llm, params, options.system)
+    llm.chat_prompt([*session.messages, {"role": "user", "content": "Hello"}])  # a model without a template: say so now
+    return session
+
+
+def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
+    """Load the model on a rung, with a cache for one conversation of full length unless the options say otherwise."""
+    from minipaged.foundation.weights import resolve_model
+    from minipaged.llm import LLM, check_rung
+
+    rung = check_rung(rung)
+    folder = resolve_model(options.model, options.revision, Progress(sys.stderr))
+    num_blocks = options.num_blocks
+    if num_blocks is None and rung != "foundation":
+        num_blocks = _num_blocks_for_one(options, folder)
+    return LLM(
+        folder,
+        rung=rung,
+        tier=options.tier,
+        block_size=options.block_size,
+        num_blocks=num_blocks,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=options.max_model_len,
+    )
+
+
+def _num_blocks_for_one(options: argparse.Namespace, folder: Path) -> int | None:
+    """Return the blocks of one conversation at the model's limit: a small pool is one that can be drawn.
+
+    None where that is more than an `LLM` would take by itself.
+    """
+    from minipaged.foundation.weights import load_config
+    from minipaged.machine import choose_device, choose_dtype, default_num_blocks
+
+    config, _ = load_config(folder)
+    limit = options.max_model_len or config.max_model_len
+    block_size = max(1, options.block_size)  # what is out of range is refused by the LLM, in its own words
+    device = choose_device(options.device)
+    num_blocks = max(1, -(-limit // block_size))
+    most = default_num_blocks(config, choose_dtype(options.dtype, device), device, block_size, limit)
+    return num_blocks if num_blocks <= most else None
+
+
+def is_at_hand(model: str) -> bool:
+    """Return whether loading needs no network, after making the default model ready if it is asked for.
+
+    Raises:
+        UserError: The default model cannot be had.
+    """
+    if model != "smollm2":
+        return Path(model).expanduser().is_dir()
+    from minipaged.foundation.default_model import ensure_default_model
+
+    with Progress(sys.stderr) as progress:
+        ensure_default_model(progress)
+    return True
+
+
+class Loading(threading.Thread):
+    """Loads beside the first prompt: most of the time goes into importing torch, and typing takes longer."""
+
+    def __init__(self, options: argparse.Namespace):
+        super().__init__(name="loading", daemon=True)
+        self.error: BaseException | None = None
+        self._options = options
+        self._session: ChatSession | None = None
+
+    def run(self) -> None:
+        """Load, and keep what went wrong for `wait`."""
+        try:
+            self._session = load_session(self._options)
+        except BaseException as error:  # raised again where it can be shown
+            self.error = error
+
+    def wait(self) -> "ChatSession":
+        """Return the session when it is there, or raise what kept it from being there."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+        assert self._session is not None
+        return self._session
+
+
+class Progress:
+    """Shows what a long preparation is doing: one line that changes on a terminal, one line a stage elsewhere."""
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._is_terminal = out.isatty()
+        self._shown = ""
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal and self._shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+
+    def __call__(self, line: str) -> None:
+        """Show a line in the place of the one before."""
+        stage = line.split(":")[0] if line.endswith("%") else line
+        if self._is_terminal:
+            self._out.write(f"\r\x1b[K{line}")
+        elif stage != self._shown:  # a log gets no percentages
+            self._out.write(f"{stage}\n")
+        self._shown = stage
+        self._out.flush()

@@ -1,0 +1,140 @@
+"""How the chat shows answers and drawings: colours and a live picture on a terminal, plain text elsewhere."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+from minipaged.chat.session import Answer, ChatSession, Memory
+from minipaged.viz.text import Drawing, draw_view
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class PlainScreen:
+    """Writes plain text: answers to ``out``, everything about them to ``notes``."""
+
+    def __init__(self, out: IO[str] | None = None, notes: IO[str] | None = None):
+        self._out = out or sys.stdout
+        self._notes = notes or sys.stderr
+
+    def show_answer(self, session: ChatSession, text: str, has_picture: bool = False) -> Answer:
+        """Have the session answer and show the text as it comes, then the line about it."""
+        answer = self._stream(session, text, has_picture)
+        if has_picture and answer.memory is not None:
+            self.draw(answer.memory)
+        self.note(str(answer))
+        if answer.is_context_full:
+            self.note("The context is full, so the answer ends here; /reset begins a new conversation.")
+        elif answer.finish_reason == "length":
+            self.note(f"The answer was cut after {answer.num_tokens} tokens, as --max-tokens says.")
+        return answer
+
+    def _stream(self, session: ChatSession, text: str, has_picture: bool) -> Answer:
+        with stop_on_ctrl_c(session):
+            for piece in session.respond(text):
+                self.write(piece)
+        self.write("\n")
+        assert session.answer is not None
+        return session.answer
+
+    def write(self, text: str) -> None:
+        """Write a piece of an answer."""
+        self._out.write(text)
+        self._out.flush()
+
+    def note(self, line: str) -> None:
+        """Write a line that is no part of an answer."""
+        print(line, file=self._notes, flush=True)
+
+    def draw(self, memory: Memory) -> None:
+        """Draw a picture of the cache."""
+        self.note(str(draw_view(memory.view)))
+
+
+class TerminalScreen(PlainScreen):
+    """Writes to a terminal with rich: dim lines, coloured drawings, and a picture that moves with the answer."""
+
+    def __init__(self, console: "Console | None" = None):
+        from rich.console import Console
+
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        super().__init__(self.console.file, self.console.file)
+
+    def write(self, text: str) -> None:
+        """Write a piece of an answer, without the control characters that would move the cursor."""
+        super().write(printable(text))
+
+    def note(self, line: str) -> None:
+        """Write a dim line."""
+        self.console.print(line, style="dim", markup=False)
+
+    def draw(self, memory: Memory) -> None:
+        """Draw a picture of the cache in colours."""
+        self.console.print(self._drawing(memory).rich())
+
+    def _drawing(self, memory: Memory) -> Drawing:
+        # Half the rows for the pool, half for the table, and some for headings, legend and the answer's last lines.
+        max_rows = max(3, min(8, (self.console.height - 12) // 2))
+        return draw_view(memory.view, width=self.console.width, max_rows=max_rows)
+
+    def _stream(self, session: ChatSession, text: str, has_picture: bool) -> Answer:
+        if not has_picture:
+            return super()._stream(session, text, has_picture)
+        from rich.live import Live
+        from rich.text import Text
+
+        line = ""  # the unfinished line; finished ones scroll up above the picture
+        with (
+            stop_on_ctrl_c(session),
+            Live(console=self.console, auto_refresh=False, transient=True, vertical_overflow="crop") as live,
+        ):
+            for piece in session.respond(text):
+                *finished, line = (line + printable(piece)).split("\n")
+                for whole in finished:
+                    live.console.print(Text(whole))
+                live.update(self._live_picture(line, session), refresh=True)
+        self.write(line + "\n")
+        assert session.answer is not None
+        return session.answer
+
+    def _live_picture(self, line: str, session: ChatSession) -> Any:
+        """Return the end of the answer with the cache as it is now below it."""
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = Text(line[-4 * self.console.width :])
+        memory = session.look()
+        return Group(shown, Text(), self._drawing(memory).rich()) if memory is not None else shown
+
+
+def make_screen() -> PlainScreen:
+    """Return the screen that fits standard output."""
+    return TerminalScreen() if sys.stdout.isatty() else PlainScreen()
+
+
+def printable(text: str) -> str:
+    r"""Leave out control characters except line breaks and tabs: no answer may move the cursor or set a title.
+
+    Example:
+        >>> printable("red: \x1b[31m, bell: \x07, next\nline")
+        'red: [31m, bell: , next\nline'
+    """
+    return "".join(char for char in text if char in "\n\t" or not ("\0" <= char < " " or "\x7f" <= char < "\xa0"))
+
+
+@contextmanager
+def stop_on_ctrl_c(session: ChatSession) -> Iterator[None]:
+    """Let Ctrl-C end the answer after the token at hand; a second one ends it wherever it is."""
+
+    def stop(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        session.stop()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

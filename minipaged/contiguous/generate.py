@@ -1,0 +1,142 @@
+"""Rung 1's engine: prefill writes K and V once, decode runs one token per sequence."""
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from minipaged.contiguous.arena import Arena
+from minipaged.contiguous.ops import contiguous_attention
+from minipaged.errors import UserError
+from minipaged.foundation.generate import Engine as FoundationEngine
+from minipaged.foundation.generate import EngineOptions, Sequence
+from minipaged.foundation.model import Attend, DecoderModel
+from minipaged.shapes import Float, Int, Tensor
+
+
+class Engine(FoundationEngine):
+    """Static batches over an arena with one dense reservation per sequence.
+
+    Adds to rung 0: a cache, and with it the difference between prefill (a whole prompt, bound by arithmetic) and
+    decode (one token a sequence, bound by memory).
+    """
+
+    rung = "contiguous"
+
+    def __init__(self, model: DecoderModel, options: EngineOptions):
+        super().__init__(model, options)
+        assert options.num_blocks is not None
+        self.make_cache(options.num_blocks, options.block_size)
+
+    # -- what rung 0 left open
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Return the smaller of the model's limit and the cache's. The last token needs no slot."""
+        free_slots = self.slots_per_sequence() - num_prompt_tokens
+        return min(super().max_output_tokens(num_prompt_tokens), free_slots + 1)
+
+    def check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
+        """Refuse a prompt that the cache could not hold even if it were empty."""
+        prompt = super().check_prompt(prompt_token_ids)
+        if len(prompt) > self.slots_per_sequence():
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; the cache has room for {self.slots_per_sequence()} "
+                f"(num_blocks {self.options.num_blocks} x block_size {self.options.block_size})"
+            )
+        return prompt
+
+    def decode(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
+        """Run the newest token of each sequence; everything older is in the cache."""
+        slots = self.tensor([self.cache.append(seq.request_id) for seq in batch])
+        token_ids = self.tensor([seq.output_token_ids[-1] for seq in batch])
+        positions = self.tensor([seq.num_tokens - 1 for seq in batch])
+        return self.model.forward(token_ids, positions, self.attend_decode(batch, slots))
+
+    def attend_prefill(self, batch: list[Sequence], query_starts: Int[Tensor, " B+1"]) -> Attend:
+        """Write the fresh K and V, then attend over them: they are all there is, no need to read them back."""
+        slots = self.tensor(list(itertools.chain.from_iterable(self.prompt_slots(seq) for seq in batch)))
+        attend_fresh = super().attend_prefill(batch, query_starts)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.write(layer, k, v, slots)
+            return attend_fresh(layer, q, k, v)
+
+        return attend
+
+    def release(self, seq: Sequence) -> None:
+        """Give back the sequence's slots."""
+        self.cache.free(seq.request_id)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters; a block that is reserved in part counts as used."""
+        used = -(-self.cache.used_slots // self.options.block_size)
+        total = -(-self.cache.num_slots // self.options.block_size)
+        return super().stats() | {"num_blocks": total, "used_blocks": used, "free_blocks": total - used}
+
+    # -- what the next rung changes
+
+    def make_cache(self, num_blocks: int, block_size: int) -> None:
+        """Make the bookkeeping, ``cache``, and the memory, ``kv``."""
+        self.cache = Arena(num_blocks * block_size, self.options.max_model_len)
+        self.kv = allocate_kv(self.model, (self.cache.num_rows, self.cache.row_length))
+
+    def slots_per_sequence(self) -> int:
+        """Return how many slots one sequence can have at most."""
+        return self.cache.row_length
+
+    def can_admit(self, seq: Sequence) -> bool:
+        """Return whether a row is free."""
+        return super().can_admit(seq) and self.cache.can_admit()
+
+    def admit(self, seq: Sequence) -> None:
+        """Reserve a row."""
+        self.cache.allocate(seq.request_id, len(seq.prompt_token_ids))
+
+    def prompt_slots(self, seq: Sequence) -> list[int]:
+        """Return the slots of the prompt's tokens."""
+        own = self.cache.ranges[seq.request_id]
+        return list(range(own.start, own.start + own.num_tokens))
+
+    def write(self, layer: int, k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int[Tensor, " T"]):
+        """Write the keys and values of new tokens into their slots."""
+        for pool, new in zip(self.kv[layer], (k, v), strict=True):
+            pool.view(-1, *new.shape[1:]).index_copy_(0, slots, new)
+
+    def attend_decode(self, batch: list[Sequence], slots: Int[Tensor, " B"]) -> Attend:
+        """Write the new token's K and V, then attend over all rows of the arena at once.
+
+        The arena is a dense ``[rows, row length, K, D]`` array, so no row has to be copied together: queries go
+        to the rows of their sequences, and a row without one has length 0.
+        """
+        windows = self.model.config.layer_windows
+        rows = slots // self.cache.row_length
+        seq_lens = torch.zeros(self.cache.num_rows, dtype=torch.int32, device=slots.device)
+        seq_lens[rows] = (slots % self.cache.row_length + 1).int()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.write(layer, k, v, slots)
+            row_q = q.new_zeros(len(seq_lens), *q.shape[1:]).index_copy_(0, rows, q)
+            k_rows, v_rows = self.kv[layer]
+            return contiguous_attention(row_q, k_rows, v_rows, seq_lens, window=windows[layer], tier=self.model.tier)[
+                rows
+            ]
+
+        return attend
+
+
+def allocate_kv(model: DecoderModel, slots_shape: tuple[int, int]) -> Float[Tensor, "layers 2 N S K D"]:
+    """Take memory for keys and values of all layers in one piece, so that one launch can move a block of all layers.
+
+    Raises:
+        UserError: The machine has not that much memory.
+    """
+    config = model.config
+    shape = (config.num_layers, 2, *slots_shape, config.num_kv_heads, config.head_dim)
+    try:
+        return torch.empty(shape, dtype=model.dtype, device=model.device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        num_slots = slots_shape[0] * slots_shape[1]
+        gib = num_slots * config.kv_bytes_per_token(model.dtype) / 2**30
+        raise UserError(
+            f"a cache of {num_slots:,} slots needs {gib:.1f} GiB, more than {model.device} has free; lower num_blocks"
+        ) from error

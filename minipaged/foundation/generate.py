@@ -1,0 +1,347 @@
+"""Rung 0's engine: static batches, no cache, every token recomputed at every step.
+
+All engines of the ladder have the same four verbs: `Engine.add_request`, `Engine.step`, `Engine.abort` and
+`Engine.has_unfinished`. A later rung overrides only what it changes: where keys and values live, what a decode
+step reads, and at last who joins a batch and when.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from minipaged.errors import UserError
+from minipaged.foundation.detokenizer import TextStream
+from minipaged.foundation.model import Attend, DecoderModel
+from minipaged.foundation.ops import causal_attention
+from minipaged.foundation.philox import child_seed, draw_seed
+from minipaged.foundation.sampling import SampledToken, SamplingParams, TokenLogprobs, sample
+from minipaged.shapes import Float, Int, Tensor
+
+MAX_BATCH = 256
+"""Most sequences of one static batch. A later rung makes this an option."""
+
+MAX_PREFILL_TOKENS = 8192
+"""Most prompt tokens of one forward pass, so that activations stay small; one longer prompt goes alone."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times of one finished sequence. Times are in seconds, from the moment the request was added."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    time_to_first_token: float | None
+    total_time: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return generated tokens over the whole time of the request, waiting and prefill included."""
+        return self.num_generated_tokens / self.total_time if self.total_time > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished sample.
+
+    ``token_ids`` holds every generated token, the end token too; ``text`` does not show the end token.
+    ``finish_reason`` is "stop" (an end token or a stop string), "length" (``max_tokens``, the model's limit or the
+    cache's) or "abort". ``index`` counts the samples of one prompt. ``seed`` makes the sample again.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    index: int
+    seed: int
+    logprobs: list[TokenLogprobs] | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step added to one sequence. ``result`` is set on the last output of the sequence."""
+
+    request_id: int
+    index: int
+    token_ids: list[int]
+    text: str
+    result: Result | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and what has been generated for it.
+
+    Invariants:
+        The cache holds keys and values of every token but the newest: after g generated tokens that is
+        ``len(prompt_token_ids) + g - 1`` slots, since the newest token has not been through the model yet.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int]
+    max_output_tokens: int
+    text_stream: TextStream
+    index: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Return prompt and output in one list."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens prompt and output have together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def append(self, sampled: SampledToken) -> str:
+        """Add a sampled token, decide whether the sequence is finished, and return the text that came out."""
+        token_id = sampled.token_id
+        self.first_token_time = self.first_token_time or time.perf_counter()
+        self.output_token_ids.append(token_id)
+        if sampled.logprob is not None:
+            self.logprobs.append(sampled.logprob)
+        is_end = token_id in self.end_token_ids
+        delta = self.text_stream.push(token_id, is_end_token=is_end)
+        if is_end or self.text_stream.stopped:
+            self.finish_reason = "stop"
+        elif len(self.output_token_ids) >= self.max_output_tokens:
+            self.finish_reason = "length"
+        return delta + self.text_stream.flush() if self.finish_reason else delta
+
+    def result(self) -> Result:
+        """Return the finished sample."""
+        assert self.finish_reason is not None
+        first = self.first_token_time
+        return Result(
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self.output_token_ids,
+            text=self.text_stream.text,
+            finish_reason=self.finish_reason,
+            index=self.index,
+            seed=self.seed,
+            logprobs=self.logprobs if self.params.logprobs is not None else None,
+            metrics=Metrics(
+                num_prompt_tokens=len(self.prompt_token_ids),
+                num_generated_tokens=len(self.output_token_ids),
+                time_to_first_token=None if first is None else first - self.arrival_time,
+                total_time=time.perf_counter() - self.arrival_time,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What every engine needs beside the model.
+
+    Args:
+        max_model_len: Most tokens of one sequence, prompt and output together.
+        block_size: Slots in a block. ``num_blocks * block_size`` is the cache's memory in slots on every rung
+            that has a cache, whether or not the rung knows blocks.
+        num_blocks: Blocks of the cache; None where the rung has no cache.
+        decode: Turns token ids into text, special tokens left out; None when the model has no tokenizer.
+        eos_token_ids: Every token that ends an answer.
+        generation_config: The model's own sampling defaults.
+        seed: Makes the seeds of requests that bring none; None draws them at random.
+    """
+
+    max_model_len: int
+    block_size: int = 16
+    num_blocks: int | None = None
+    decode: Callable[[list[int]], str] | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+
+class Engine:
+    """Generate text for a static batch: it is formed, runs until its longest member ends, then the next is formed.
+
+    A finished sequence leaves the computation at once, but nobody takes its place before the batch has ended.
+    """
+
+    rung = "foundation"
+
+    def __init__(self, model: DecoderModel, options: EngineOptions):
+        self.model = model
+        self.options = options
+        self.waiting: deque[Sequence] = deque()  # in order of arrival
+        self.admitted: deque[Sequence] = deque()  # members of the batch whose prompt has not been through the model
+        self.running: list[Sequence] = []  # members of the batch that have their first token
+        self._request_ids = itertools.count()
+
+    # -- the four verbs
+
+    def add_request(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> int:
+        """Queue a request and return its id.
+
+        Raises:
+            UserError: The prompt is empty, holds an id outside the vocabulary, or can never fit.
+        """
+        prompt = self.check_prompt(prompt_token_ids)
+        params = params.resolve(self.options.generation_config)
+        request_id = next(self._request_ids)
+        eos = frozenset() if params.ignore_eos else self.options.eos_token_ids
+        limit = self.max_output_tokens(len(prompt))
+        self.waiting.append(
+            Sequence(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                seed=self._seed_for(request_id, params),
+                end_token_ids=eos | frozenset(params.stop_token_ids),
+                max_output_tokens=limit if params.max_tokens is None else min(limit, params.max_tokens),
+                text_stream=TextStream(self.options.decode, params),
+            )
+        )
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request waits or runs."""
+        return bool(self.waiting or self.admitted or self.running)
+
+    def step(self) -> list[StepOutput]:
+        """Run the model once and give every sequence that took part its next token."""
+        if not self.admitted and not self.running:
+            self._form_batch()
+        if self.admitted:
+            batch = self._take_prefill_group()
+            self.running += batch
+            logits = self.prefill(batch)
+        elif self.running:
+            batch = self.running
+            logits = self.decode(batch)
+        else:
+            return []
+        outputs = [self._append(seq, token) for seq, token in zip(batch, sample(logits, batch), strict=True)]
+        self.running = [seq for seq in self.running if seq.finish_reason is None]
+        return outputs
+
+    def abort(self, request_id: int) -> Result | None:
+        """Drop a request wherever it is and free what it holds; return what it had, None if it is not there."""
+        for queue in (self.waiting, self.admitted, self.running):
+            for seq in queue:
+                if seq.request_id == request_id:
+                    queue.remove(seq)
+                    if queue is not self.waiting:
+                        self.release(seq)
+                    seq.finish_reason = "abort"
+                    seq.text_stream.flush()
+                    return seq.result()
+        return None
+
+    # -- what a later rung changes
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Return how many tokens a prompt of this length can get at most."""
+        return self.options.max_model_len - num_prompt_tokens
+
+    def can_admit(self, seq: Sequence) -> bool:
+        """Return whether the next batch has room for this sequence."""
+        return len(self.admitted) < MAX_BATCH
+
+    def admit(self, seq: Sequence) -> None:
+        """Reserve what the sequence needs. Without a cache that is nothing."""
+
+    def release(self, seq: Sequence) -> None:
+        """Give back what the sequence holds."""
+
+    def prefill(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
+        """Run whole sequences through the model and return the logits after each one's last token."""
+        lengths = [seq.num_tokens for seq in batch]
+        starts = self.tensor([0, *itertools.accumulate(lengths)], torch.int32)
+        token_ids = self.tensor(list(itertools.chain.from_iterable(seq.token_ids for seq in batch)))
+        positions = self.tensor(list(itertools.chain.from_iterable(range(length) for length in lengths)))
+        attend = self.attend_prefill(batch, starts)
+        return self.model.forward(token_ids, positions, attend, starts[1:].long() - 1)
+
+    def decode(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
+        """Return the logits of the next token: here by running every sequence from its first token again."""
+        return torch.cat([self.prefill(group) for group in _groups(batch)])
+
+    def attend_prefill(self, batch: list[Sequence], query_starts: Int[Tensor, " B+1"]) -> Attend:
+        """Return the attention of a prefill: each token sees those before it in its own sequence."""
+        windows = self.model.config.layer_windows
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal_attention(q, k, v, query_starts, window=windows[layer], tier=self.model.tier)
+
+        return attend
+
+    def stats(self) -> dict[str, int]:
+        """Return counters since the engine's start; blocks are 0 on a rung without a cache."""
+        names = "num_blocks free_blocks used_blocks cached_blocks hit_tokens copies preemptions evictions"
+        return dict.fromkeys(names.split(), 0)
+
+    # -- helpers
+
+    def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Put a list of numbers on the model's device."""
+        return torch.tensor(values, dtype=dtype, device=self.model.device)
+
+    def check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
+        """Return the prompt as a list, or refuse one that the engine can never serve."""
+        prompt = list(prompt_token_ids)
+        if not prompt:
+            raise UserError("the prompt is empty: it must hold at least one token")
+        vocab_size = self.model.config.vocab_size
+        for token_id in prompt:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise UserError(f"prompt token {token_id!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
+        limit = self.options.max_model_len
+        if len(prompt) >= limit:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; at most {limit - 1} fit with one token of answer "
+                f"into the limit of {limit} (max_model_len)"
+            )
+        return prompt
+
+    def _seed_for(self, request_id: int, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        # Child 0 keeps a seed, so request k takes child k + 1: no request shares the engine's own noise.
+        return draw_seed() if self.options.seed is None else child_seed(self.options.seed, request_id + 1)
+
+    def _form_batch(self) -> None:
+        while self.waiting and self.can_admit(self.waiting[0]):
+            self.admit(self.waiting[0])
+            self.admitted.append(self.waiting.popleft())
+
+    def _take_prefill_group(self) -> list[Sequence]:
+        group = next(_groups(list(self.admitted)))
+        for _ in group:
+            self.admitted.popleft()
+        return group
+
+    def _append(self, seq: Sequence, sampled: SampledToken) -> StepOutput:
+        text = seq.append(sampled)
+        if seq.finish_reason is not None:
+            self.release(seq)
+        result = seq.result() if seq.finish_reason is not None else None
+        return StepOutput(seq.request_id, seq.index, [sampled.token_id], text, result)
+
+
+def _groups(batch: list[Sequence]) -> Iterable[list[Sequence]]:
+    """Cut a batch into runs of at most `MAX_PREFILL_TOKENS` tokens, at least one sequence each."""
+    group: list[Sequence] = []
+    num_tokens = 0
+    for seq in batch:
+        if group and num_tokens + seq.num_tokens > MAX_PREFILL_TOKENS:
+            yield group
+            group, num_tokens = [], 0
+        group.append(seq)
+        num_tokens += seq.num_tokens
+    yield group

@@ -1,0 +1,242 @@
+"""How the next tokens of a batch are chosen from the logits.
+
+Choosing is Gumbel-max: with noise g drawn independently for every token, ``argmax(logits / temperature + g)``
+is a sample from ``softmax(logits / temperature)``. No probabilities are needed, no generator has a state (see
+`minipaged.foundation.philox`), and temperature 0 is the same rule without the noise. A row goes through::
+
+    logits -> ban end tokens (min_tokens) -> penalties -> - maximum, / temperature -> top_k -> top_p -> min_p
+           -> + noise -> argmax
+
+Ties go to the lower token id everywhere, and a row's result never depends on the other rows of the batch:
+each step is exact, or works on each number alone, or adds integers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minipaged.foundation.filters import RandomRows, best_tokens, choose_tokens
+from minipaged.foundation.philox import seed_tensor
+from minipaged.foundation.sampling_params import SamplingParams
+from minipaged.shapes import Float, Tensor
+
+__all__ = [
+    "InvalidLogitsError",
+    "SampledToken",
+    "SamplingParams",
+    "SequenceState",
+    "TokenLogprobs",
+    "sample",
+]
+
+LOWEST_LOGPROB = -9999.0
+"""Reported for an impossible token instead of -inf, which JSON cannot carry."""
+
+
+class InvalidLogitsError(ArithmeticError):
+    """Some rows of the logits have no best token: NaN, +inf, or nothing but -inf.
+
+    ``rows`` are their indices in the batch. Sampling has no state, so the caller may end these sequences and
+    sample the others again with the same result.
+    """
+
+    def __init__(self, rows: list[int], values: list[float]) -> None:
+        found = ", ".join(
+            f"sequence {row} of the batch ({value})" for row, value in zip(rows, values, strict=True)
+        )
+        super().__init__(f"no token can be chosen, the largest logit is not finite: {found}")
+        self.rows = rows
+
+
+class SequenceState(Protocol):
+    """What `sample` reads of a sequence; ``params`` are resolved, ``end_token_ids`` banned until
+    min_tokens.
+    """
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def output_token_ids(self) -> Sequence[int]: ...
+    @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities in the raw distribution, before penalties, temperature and filters.
+
+    Args:
+        token_id: The chosen token.
+        logprob: Its own value, always present.
+        top: The best tokens and their values, best first; the chosen token may be among them or not.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """The next token of one sequence, with log-probabilities where its params ask for them."""
+
+    token_id: int
+    logprob: TokenLogprobs | None
+
+
+def sample(logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> list[SampledToken]:
+    """Choose the next token of every sequence.
+
+    Args:
+        logits: One row per sequence, in any floating type; computed with in fp32 and never changed.
+        sequences: Their parameters, seeds and tokens so far; see `SequenceState`.
+
+    Returns:
+        One token per sequence, in order.
+
+    Raises:
+        InvalidLogitsError: A row has no finite largest logit.
+
+    Invariants:
+        A sequence gets the same token alone and in any batch.
+
+    Cost:
+        One pass over [B, V] where all rows are greedy: no noise, no sort. A random row without top_k and
+        top_p draws V numbers; with them it sorts a few hundred tokens and draws their numbers only.
+    """
+    if not sequences:
+        return []
+    raw = logits.to(torch.float32)
+    scores = _penalize(raw, sequences)
+    best = scores.max(dim=-1)  # the first of equals, and NaN wherever a row holds one
+    _check_finite(best.values)
+    token_ids = best.indices
+    random_rows = [row for row, sequence in enumerate(sequences) if sequence.params.temperature != 0]
+    if random_rows:
+        random_sequences = [sequences[row] for row in random_rows]
+        rows = torch.tensor(random_rows, device=raw.device)
+        token_ids[rows] = choose_tokens(_prepare_rows(scores[rows], best.values[rows], random_sequences))
+    chosen = token_ids.tolist()
+    logprobs = _logprobs(raw, sequences, chosen)
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def _setting(params: SamplingParams, name: str) -> float:
+    """Return one of the fields that may be None until `SamplingParams.resolve` has filled them."""
+    value = getattr(params, name)
+    if value is None:
+        raise TypeError(f"sample needs resolved SamplingParams, but {name} is None")
+    return value
+
+
+def _check_finite(best: Float[Tensor, " B"]) -> None:
+    values = best.tolist()
+    rows = [row for row, value in enumerate(values) if not math.isfinite(value)]
+    if rows:
+        raise InvalidLogitsError(rows, [values[row] for row in rows])
+
+
+# A token of a row, with a number that says what to do to its logit.
+_Edits = list[tuple[int, int, float]]
+
+
+def _penalize(raw: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> Float[Tensor, "B V"]:
+    """Return ``raw`` itself where no row has anything to change, else a changed copy."""
+    repetition, output, banned = _list_edits(sequences, raw.shape[-1])
+    if not (repetition or output or banned):
+        return raw
+    scores = raw.clone()
+    if repetition:
+        where, factor = _as_tensors(repetition, raw.device)
+        logit = scores[where]
+        penalized = torch.where(logit > 0, logit / factor, logit * factor)
+        scores[where] = penalized.clamp(max=torch.finfo(torch.float32).max)
+    if output:
+        where, amount = _as_tensors(output, raw.device)
+        scores[where] = scores[where] - amount
+    if banned:
+        where, _ = _as_tensors(banned, raw.device)
+        scores[where] = -math.inf
+    return scores
+
+
+def _list_edits(sequences: Sequence[SequenceState], vocab_size: int) -> tuple[_Edits, _Edits, _Edits]:
+    repetition: _Edits = []
+    output: _Edits = []
+    banned: _Edits = []
+    for row, sequence in enumerate(sequences):
+        params, output_ids = sequence.params, sequence.output_token_ids
+        repetition_penalty = _setting(params, "repetition_penalty")
+        if repetition_penalty != 1:
+            seen = {*sequence.prompt_token_ids, *output_ids}
+            repetition += [(row, token_id, repetition_penalty) for token_id in seen]
+        presence, frequency = params.presence_penalty, params.frequency_penalty
+        if presence or frequency:
+            counts = Counter(output_ids).items()
+            output += [(row, token_id, presence + frequency * count) for token_id, count in counts]
+        if len(output_ids) < params.min_tokens:
+            # A request may name a stop token that the vocabulary does not have.
+            banned += [(row, token_id, 0.0) for token_id in sequence.end_token_ids if token_id < vocab_size]
+    return repetition, output, banned
+
+
+def _as_tensors(edits: _Edits, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    rows, token_ids, values = zip(*edits, strict=True)
+    return (torch.tensor(rows, device=device), torch.tensor(token_ids, device=device)), _as_fp32(
+        values, device
+    )
+
+
+def _as_fp32(values: Iterable[float], device: torch.device) -> Float[Tensor, " B"]:
+    """Round to fp32, but never to infinity: 0 times infinity would be NaN."""
+    largest = torch.finfo(torch.float32).max
+    return torch.tensor([max(-largest, min(value, largest)) for value in values], device=device)
+
+
+def _prepare_rows(
+    scores: Float[Tensor, "B V"], best: Float[Tensor, " B"], sequences: Sequence[SequenceState]
+) -> RandomRows:
+    device, vocab_size = scores.device, scores.shape[-1]
+    params = [sequence.params for sequence in sequences]
+    # Rounding a tiny temperature to 0 would make the best token's score 0 / 0.
+    smallest = torch.finfo(torch.float32).tiny
+    temperature = _as_fp32([max(_setting(p, "temperature"), smallest) for p in params], device)
+    limits = [int(_setting(p, "top_k")) for p in params]
+    min_p = [_setting(p, "min_p") for p in params]
+    return RandomRows(
+        # First the subtraction: a logit divided by a small temperature may leave fp32's range, 0 does not.
+        scores=(scores - best[:, None]) / temperature[:, None],
+        top_k=[limit if 0 < limit < vocab_size else vocab_size for limit in limits],
+        top_p=[_setting(p, "top_p") for p in params],
+        lowest_score=[math.log(value) if value else -math.inf for value in min_p],
+        seeds=seed_tensor([sequence.seed for sequence in sequences], device),
+        output_indices=torch.tensor(
+            [len(sequence.output_token_ids) for sequence in sequences], device=device
+        ),
+    )
+
+
+def _logprobs(
+    raw: Float[Tensor, "B V"], sequences: Sequence[SequenceState], chosen: list[int]
+) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the rows whose params ask for them, by row."""
+    rows = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+    if not rows:
+        return {}
+    counts = [min(sequences[row].params.logprobs or 0, raw.shape[-1]) for row in rows]
+    values = raw[rows].log_softmax(dim=-1).nan_to_num(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
+    own_ids = torch.tensor([chosen[row] for row in rows], device=raw.device)
+    own = values.gather(-1, own_ids[:, None])[:, 0].tolist()
+    best_values, best_ids = (tensor.tolist() for tensor in best_tokens(values, max(counts)))
+    return {
+        row: TokenLogprobs(chosen[row], own[i], tuple(zip(best_ids[i], best_values[i], strict=True))[:count])
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True))
+    }

@@ -1,0 +1,222 @@
+"""From a name to a model: find the folder, check the files, map the tensors.
+
+Only ``safetensors`` files are read: a pickle can run any code, and a hub repository is a stranger's. Everything
+that could be wrong with a checkpoint is found here, before the first token, and named.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minipaged.errors import UserError
+from minipaged.foundation.config import ModelConfig
+from minipaged.foundation.model import DecoderModel, weight_shapes
+from minipaged.shapes import Tensor
+from minipaged.tiers import Tier
+
+DEFAULT_MODEL = "smollm2"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+DOWNLOADED_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+SKIPPED_FILES = ["*/*", "consolidated*"]
+"""Other formats of the same weights: subfolders, and Mistral's own files."""
+
+Progress = Callable[[str], None] | None
+
+
+def resolve_model(
+    name: str | os.PathLike[str], revision: str | None = None, show_progress: Progress = None
+) -> Path:
+    """Return the local folder of a model, downloading it if need be.
+
+    Args:
+        name: "smollm2" for the default model, a folder, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B".
+        revision: Branch, tag or commit of a hub repository.
+        show_progress: Called with a line of text as the preparation goes on.
+
+    Raises:
+        UserError: There is no such folder or repository, or it cannot be reached.
+    """
+    name = os.fspath(name)
+    folder = Path(name).expanduser()
+    is_hub_id = name != DEFAULT_MODEL and not folder.exists()
+    if revision is not None and not is_hub_id:
+        raise UserError(
+            f"revision {revision!r} applies to models of the Hugging Face hub, and {name!r} is local"
+        )
+    if name == DEFAULT_MODEL:
+        from minipaged.foundation.default_model import ensure_default_model
+
+        return ensure_default_model(show_progress)
+    if folder.is_dir():
+        return folder
+    if name.lower().endswith((".gguf", ".bin", ".pt", ".pth", ".safetensors")) or folder.is_file():
+        raise UserError(
+            f"{name} is a single file; give a folder with config.json and safetensors files, or a hub id"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII):
+        raise UserError(f"there is no folder {name}")
+    return _download(name, revision, show_progress)
+
+
+def _download(repo_id: str, revision: str | None, show_progress: Progress) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if show_progress is not None:
+        show_progress(f"fetching {repo_id} from the Hugging Face hub")
+    options: dict[str, Any] = {"allow_patterns": DOWNLOADED_FILES, "ignore_patterns": SKIPPED_FILES}
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, **options))
+    except GatedRepoError as error:
+        problem, cause = "asks for consent on its page first, then `hf auth login`", error
+    except RevisionNotFoundError as error:
+        problem, cause = f"has no revision {revision!r}", error
+    except RepositoryNotFoundError as error:
+        problem, cause = "is neither a local folder nor a public repository of the Hugging Face hub", error
+    except (
+        Exception
+    ) as error:  # the network's own errors have no common class; all mean that nothing was fetched
+        problem, cause = "is no local folder, and could not be fetched from the Hugging Face hub", error
+    raise UserError(f"{repo_id} {problem} ({type(cause).__name__})") from cause
+
+
+def load_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the model's config, and its ``generation_config.json`` as a dict, empty if there is none."""
+    config = _read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation_config = _read_json(generation_path) if generation_path.exists() else {}
+    return ModelConfig.from_dict(config), generation_config
+
+
+def load_model(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tier: Tier = None
+) -> DecoderModel:
+    """Load a checkpoint.
+
+    Invariants:
+        The names loaded are the names `weight_shapes` expects, each once and of the expected shape.
+
+    Cost:
+        On the CPU a tensor stored in ``dtype`` stays a view of the mapped file and is read when first used: no
+        copy. Otherwise one tensor at a time is converted or moved.
+
+    Raises:
+        UserError: A file or tensor is missing, cut short, unexpected, or of the wrong shape; it is named.
+    """
+    folder = Path(folder)
+    config, _ = load_config(folder)
+    expected = weight_shapes(config)
+    files = find_tensors(folder)
+    _check_names(expected, files, config.tie_word_embeddings)
+    weights: dict[str, Tensor] = {}
+    for path in sorted({files[name] for name in expected}):
+        with _open(path) as shard:
+            for name in (name for name in expected if files[name] == path):
+                weights[name] = _convert(
+                    name, shard.get_tensor(name), expected[name], dtype, torch.device(device)
+                )
+    assert weights.keys() == expected.keys()
+    return DecoderModel(config, weights, tier)
+
+
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Return which file holds each tensor, after checking that all files an index names are whole and agree.
+
+    The files say what they hold; the index is only checked against them, since an index can outlive its shards.
+    """
+    index_names: dict[str, str] = {}
+    if (folder / SINGLE_FILE).exists():
+        shards = [SINGLE_FILE]
+    elif (folder / INDEX_FILE).exists():
+        index_names = _read_json(folder / INDEX_FILE).get("weight_map", {})
+        shards = sorted(set(index_names.values()))
+    else:
+        raise UserError(_no_weights(folder))
+    held: dict[str, Path] = {}
+    for shard in shards:
+        path = _shard_path(folder, shard)
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  (the file object is no mapping)
+                if name in held:
+                    raise UserError(f"tensor {name} is in both {held[name].name} and {shard}")
+                held[name] = path
+    for name, shard in index_names.items():
+        if name not in held or held[name].name != shard:
+            raise UserError(f"{INDEX_FILE} says that {shard} holds tensor {name}, and it does not")
+    return held
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern)
+    )
+    if pickles:
+        return (
+            f"{folder} has only {pickles[0]}, which can run code when read; only safetensors files are loaded"
+        )
+    return f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}"
+
+
+def _shard_path(folder: Path, shard: str) -> Path:
+    if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        raise UserError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file of the same folder")
+    if not (folder / shard).is_file():
+        raise UserError(f"{shard}, named by {INDEX_FILE}, is missing from {folder}; download it again")
+    return folder / shard
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Map a safetensors file, and name it in any complaint about its content."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path.name} is damaged or cut short ({error}); download it again") from error
+
+
+def _check_names(expected: dict[str, tuple[int, ...]], files: dict[str, Path], is_tied: bool) -> None:
+    missing = [name for name in expected if name not in files]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"the checkpoint has no tensor {missing[0]}{more}")
+    for name in sorted(files.keys() - expected.keys()):
+        # Old checkpoints store the rotary table; some tied ones the output matrix, which equals the embedding.
+        is_known_extra = name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+        if not is_known_extra:
+            raise UserError(f"the checkpoint has a tensor {name} that a model of this config does not use")
+
+
+def _convert(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise UserError(
+            f"tensor {name} has shape {list(tensor.shape)}, and the config makes it {list(shape)}"
+        )
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise UserError(
+            f"tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights are supported"
+        )
+    return tensor.to(device=device, dtype=dtype)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {path.name}, so it is no model folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object")
+    return content

@@ -1,0 +1,273 @@
+"""The facade: a model, a rung of the ladder, and prompts in, text out."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minipaged.errors import UserError
+from minipaged.foundation.config import ModelConfig
+from minipaged.contiguous.generate import Engine as ContiguousEngine
+from minipaged.foundation.generate import Engine as FoundationEngine
+from minipaged.foundation.generate import EngineOptions, Result
+from minipaged.foundation.sampling import SamplingParams
+from minipaged.foundation.tokenizer import load_tokenizer
+from minipaged.foundation.weights import load_config, load_model, resolve_model
+from minipaged.machine import choose_device, choose_dtype, default_num_blocks
+from minipaged.paged.generate import Engine as PagedEngine
+from minipaged.tiers import Tier, check_tier
+from minipaged.tiers import use as use
+
+ENGINES = {engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine)}
+"""The engine of every rung that exists, lowest first."""
+
+RUNGS = tuple(ENGINES)
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed answer. ``result`` is set on the last one."""
+
+    text: str
+    token_ids: list[int]
+    result: Result | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Return why the answer ended, None while it goes on."""
+        return self.result.finish_reason if self.result else None
+
+
+class LLM:
+    """Load a model and generate text on a rung of the ladder.
+
+    Args:
+        model: ``"smollm2"`` (SmolLM2-135M-Instruct, made ready on first use), a local folder, or a Hugging Face hub
+            id. Only safetensors weights are read, and no code that comes with a model is run.
+        rung: A name of `RUNGS`; None is the highest.
+        tier: ``"torch"``, ``"triton"`` or None: Triton on a CUDA device, PyTorch elsewhere.
+        block_size: Slots in a block, from 1.
+        num_blocks: Blocks of the cache. ``num_blocks * block_size`` is its memory in slots on every rung that has a
+            cache. None takes 90 % of the free memory on a GPU and 1 GiB on a CPU.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch.dtype. None is bfloat16 where the device
+            computes in it natively; elsewhere float16 on a GPU and float32 on a CPU.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None is CUDA where there is one.
+        seed: Makes the seeds of requests that bring none, so that a whole run can be repeated.
+        max_model_len: Most tokens of a sequence; None is the model's own limit. A higher one is refused.
+        revision: The hub revision of the model.
+
+    Raises:
+        UserError: Something of this cannot be had. The message names it and the limit.
+
+    Example:
+        >>> llm = LLM("smollm2")  # doctest: +SKIP
+        >>> llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=1))[0].text
+        ... # doctest: +SKIP
+        ' Paris'
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        rung: str | None = None,
+        tier: Tier = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        max_model_len: int | None = None,
+        revision: str | None = None,
+    ):
+        self.rung = check_rung(rung)
+        check_tier(tier)
+        _check_cache_options(self.rung, block_size, num_blocks)
+        if seed is not None:
+            SamplingParams(seed=seed)  # the one place that knows a seed's range
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.device)
+        folder = resolve_model(str(model), revision)
+        self.config, generation_config = load_config(folder)
+        self.max_model_len = _check_limit(max_model_len, self.config)
+        self.tokenizer = load_tokenizer(folder)
+        self.model = load_model(folder, dtype=self.dtype, device=self.device, tier=tier)
+        if num_blocks is None and self.rung != "foundation":
+            num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
+        eos = {*self.config.eos_token_ids, *as_ids(generation_config.get("eos_token_id"))}
+        options = EngineOptions(
+            max_model_len=self.max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            decode=self.tokenizer.decode if self.tokenizer else None,
+            eos_token_ids=frozenset(eos | self.tokenizer.eos_token_ids if self.tokenizer else eos),
+            generation_config=generation_config,
+            seed=seed,
+        )
+        self.engine = ENGINES[self.rung](self.model, options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool | None = None,
+    ) -> list[Result]:
+        """Generate for one or many prompts and return their results in the order of the prompts.
+
+        Args:
+            prompts: A string, a list of token ids, or a list of such.
+            sampling_params: For all prompts, or one for each.
+            progress: Show a bar on stderr; None shows it for more than a few prompts on a terminal.
+
+        Raises:
+            UserError: A prompt cannot be served. Nothing has been generated then, and the engine works on.
+        """
+        batch = _as_batch(prompts)
+        params = _as_params(sampling_params, len(batch))
+        ids = [self._encode(prompt) for prompt in batch]
+        for prompt in ids:
+            self.engine.check_prompt(prompt)
+        results: dict[int, list[Result]] = {}
+        try:
+            for prompt, each in zip(ids, params, strict=True):
+                results[self.engine.add_request(prompt, each)] = []
+            with _progress_bar(len(ids), progress) as advance:
+                while any(not done for done in results.values()):
+                    for output in self.engine.step():
+                        if output.result and output.request_id in results:
+                            results[output.request_id].append(output.result)
+                            advance(len(output.result.token_ids))
+        finally:
+            for request_id in results:
+                self.engine.abort(request_id)  # no-op for those that have ended
+        return [result for done in results.values() for result in sorted(done, key=lambda r: r.index)]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Generate for one prompt and yield the answer in pieces as it comes.
+
+        Closing the iterator drops the request and frees what it holds.
+        """
+        request_id = self.engine.add_request(self._encode(prompt), sampling_params or SamplingParams())
+        try:
+            while True:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield Chunk(output.text, output.token_ids, output.result)
+                        if output.result:
+                            return
+        finally:
+            self.engine.abort(request_id)
+
+    def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None) -> Result:
+        """Answer a conversation, a list of ``{"role": ..., "content": ...}``, with the model's chat template."""
+        return self.generate([self.chat_prompt(messages)], sampling_params)[0]
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, up to the place where the answer begins."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it cannot chat; give prompts as token ids")
+        return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+
+    def stats(self) -> dict[str, int]:
+        """Return the engine's counters since its start, and its blocks now."""
+        return self.engine.stats()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer; give the prompt as token ids, not as text")
+        return self.tokenizer.encode(prompt)
+
+
+def check_rung(rung: str | None) -> str:
+    """Return the rung's name, the highest for None."""
+    if rung is None:
+        return RUNGS[-1]
+    if rung not in RUNGS:
+        raise UserError(f"no rung is called {rung!r}; the rungs are {', '.join(RUNGS)}")
+    return rung
+
+
+def as_ids(value: int | list[int] | None) -> list[int]:
+    """Return a config's token id or list of ids as a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _check_limit(max_model_len: int | None, config: ModelConfig) -> int:
+    if max_model_len is None:
+        return config.max_model_len
+    if type(max_model_len) is not int or not 2 <= max_model_len <= config.max_model_len:
+        raise UserError(
+            f"max_model_len must be 2 to {config.max_model_len}, the model's own limit, not {max_model_len}"
+        )
+    return max_model_len
+
+
+def _check_cache_options(rung: str, block_size: int, num_blocks: int | None) -> None:
+    if type(block_size) is not int or block_size < 1:
+        raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
+    if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
+        raise UserError(f"num_blocks must be a whole number from 1, not {num_blocks!r}")
+    if rung == "foundation":
+        for name, is_set in (("num_blocks", num_blocks is not None), ("block_size", block_size != 16)):
+            if is_set:
+                raise UserError(f"rung 'foundation' has no cache, so no {name}; rung 'contiguous' has it")
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    for item in batch:
+        if not isinstance(item, str) and not hasattr(item, "__iter__"):
+            raise UserError(f"a prompt is a string or a list of token ids, not {item!r}")
+    return batch  # type: ignore[return-value]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(
+            f"{len(params)} sampling parameters were given for {count} prompts; give one for all or one each"
+        )
+    return list(params)
+
+
+FEW_PROMPTS = 4
+"""Up to this many prompts show no progress bar unless asked."""
+
+
+@contextmanager
+def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the tokens of each finished prompt; draw a bar if one is wanted."""
+    if wanted is None:
+        wanted = total > FEW_PROMPTS and sys.stderr.isatty()
+    if not wanted:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    start, num_tokens = time.perf_counter(), 0
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total, speed="")
+
+        def advance(tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += tokens
+            bar.update(task, advance=1, speed=f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s")
+
+        yield advance

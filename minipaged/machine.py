@@ -1,0 +1,82 @@
+"""What this machine can do: the device, the dtype, and how much memory the cache gets when nobody says."""
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from minipaged.errors import UserError
+from minipaged.foundation.config import ModelConfig
+from minipaged.foundation.generate import MAX_PREFILL_TOKENS
+
+CPU_CACHE_BYTES = 2**30
+"""Memory for keys and values on a CPU when ``num_blocks`` is not given."""
+
+GPU_CACHE_SHARE = 0.9
+"""Share of the GPU memory left by the weights that the cache takes when ``num_blocks`` is not given."""
+
+MAX_DEFAULT_SEQUENCES = 256
+"""The default cache never has room for more sequences of full length than this: tiny models stay tiny."""
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Return the device to run on."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device {device!r} is not known; use 'cpu' or 'cuda'") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {device!r} is not here: this machine has {torch.cuda.device_count()} CUDA GPUs")
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in, or refuse one that the device cannot use well."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if isinstance(dtype, str):
+        if dtype not in names:
+            raise UserError(f"dtype {dtype!r} is not supported; use {', '.join(names)}")
+        dtype = names[dtype]
+    if dtype is not None and dtype not in names.values():
+        raise UserError(f"dtype {dtype} is not supported; use {', '.join(names)}")
+    if device.type == "cpu":
+        if dtype == torch.float16:
+            raise UserError("dtype float16 is not supported on the CPU; use float32 or bfloat16")
+        return dtype or (torch.bfloat16 if cpu_has_bfloat16() else torch.float32)
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if dtype == torch.bfloat16 and not has_bfloat16:
+        raise UserError("this GPU has no bfloat16 (compute capability below 8.0); use dtype float16 or float32")
+    if dtype is None and not has_bfloat16:
+        warnings.warn("this GPU has no bfloat16; computing in float16", stacklevel=3)
+        return torch.float16
+    return dtype or torch.bfloat16
+
+
+def cpu_has_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 natively, as far as the system tells."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    words = set(flags.split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def default_num_blocks(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, max_model_len: int
+) -> int:
+    """Return how many blocks the cache gets when nobody says: see `LLM`.
+
+    On a GPU, room is left for the activations of one prefill pass: about 16 vectors of the MLP's width a token.
+    """
+    if device.type == "cuda":
+        activations = 16 * MAX_PREFILL_TOKENS * config.intermediate_size * dtype.itemsize
+        num_bytes = torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE - activations
+    else:
+        num_bytes = CPU_CACHE_BYTES
+    num_slots = min(num_bytes // config.kv_bytes_per_token(dtype), MAX_DEFAULT_SEQUENCES * max_model_len)
+    return max(1, int(num_slots) // block_size)

@@ -1,0 +1,89 @@
+"""Rung 2's operations in plain PyTorch.
+
+`paged_attention` is the loop to read and the oracle of all tests. `paged_attention_padded` does the same for the
+whole batch at once; the torch tier runs it, because a loop over sequences is too slow for real use on a CPU.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from minipaged.contiguous.reference import attend_one
+from minipaged.shapes import UNUSED_SLOT, Float, Int, Tensor
+
+
+def write_slots(
+    k: Float[Tensor, "T K D"],
+    v: Float[Tensor, "T K D"],
+    k_pool: Float[Tensor, "N S K D"],
+    v_pool: Float[Tensor, "N S K D"],
+    slot_mapping: Int[Tensor, " T"],
+) -> None:
+    """See each pool as one row of slots and write the tokens whose slot is not -1."""
+    tokens = (slot_mapping != UNUSED_SLOT).nonzero().squeeze(1)
+    for new, pool in ((k, k_pool), (v, v_pool)):
+        slots = pool.view(-1, *pool.shape[2:])  # [N * S, K, D]
+        slots.index_copy_(0, slot_mapping[tokens], new[tokens])
+
+
+def paged_attention(
+    q: Float[Tensor, "B H D"],
+    k_pool: Float[Tensor, "N S K D"],
+    v_pool: Float[Tensor, "N S K D"],
+    block_tables: Int[Tensor, "B M"],
+    seq_lens: Int[Tensor, " B"],
+    *,
+    scale: float,
+    window: int | None,
+) -> Float[Tensor, "B H D"]:
+    """Gather each sequence's blocks side by side, cut them at its length, and attend as over a dense row."""
+    block_size = k_pool.shape[1]
+    out = q.new_zeros(q.shape)
+    for row, length in enumerate(seq_lens.tolist()):
+        if not length:
+            continue
+        block_ids = block_tables[row, : -(-length // block_size)].long()
+        k = k_pool[block_ids].flatten(0, 1)[:length]  # [L, K, D]
+        v = v_pool[block_ids].flatten(0, 1)[:length]
+        out[row] = attend_one(q[row], k, v, scale, window)
+    return out
+
+
+def paged_attention_padded(
+    q: Float[Tensor, "B H D"],
+    k_pool: Float[Tensor, "N S K D"],
+    v_pool: Float[Tensor, "N S K D"],
+    block_tables: Int[Tensor, "B M"],
+    seq_lens: Int[Tensor, " B"],
+    *,
+    scale: float,
+    window: int | None,
+) -> Float[Tensor, "B H D"]:
+    """Gather all blocks of the batch, padded to the longest sequence, and attend in one call.
+
+    The G query heads of a KV head are given as G query tokens of one head, so K and V are not repeated.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_pool.shape[1:3]
+    length = int(seq_lens.max()) if num_seqs else 0
+    if length == 0:
+        return q.new_zeros(q.shape)
+    width = -(-length // block_size)
+    block_ids = block_tables[:, :width].clamp(min=0).flatten()
+
+    token = torch.arange(width * block_size, device=q.device)
+    visible = token < seq_lens[:, None]  # [B, L]
+    hidden_rows = (~visible).flatten().nonzero().squeeze(1)  # what lies there may be NaN, and 0 x NaN is NaN
+    if window is not None:
+        visible &= token >= seq_lens[:, None] - window
+
+    def gather(pool: Tensor) -> Tensor:
+        rows = pool.index_select(0, block_ids).view(-1, num_kv_heads * head_dim)  # [B * L, K * D]
+        rows.index_fill_(0, hidden_rows, 0)
+        return rows.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)  # [B, K, L, D]
+
+    grouped = q.view(num_seqs, num_kv_heads, -1, head_dim)  # [B, K, G, D]
+    visible[seq_lens == 0, 0] = True  # a row without keys: its one value was made zero above
+    out = F.scaled_dot_product_attention(
+        grouped, gather(k_pool), gather(v_pool), attn_mask=visible[:, None, None, :], scale=scale
+    )
+    return out.reshape(q.shape)

@@ -1,0 +1,331 @@
+"""Drawings as text: plain with ``str``, in colours with ``rich``."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, TableView, hue, letter
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FREE, EMPTY, SHARED, MIXED, UNOWNED = ".", "_", "#", "+", "?"
+_NOTES = {
+    FREE: "free",
+    EMPTY: "taken, empty",
+    SHARED: "shared",
+    MIXED: "several sequences",
+    UNOWNED: "in use, in no table",
+}
+
+_MAX_NAMED = 8
+"""Most sequences that a legend names and most block tables that one picture shows."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a line in one colour; ``is_filled`` puts the colour behind the text instead of into it."""
+
+    text: str
+    color: str | None = None
+    is_filled: bool = False
+
+
+Line = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Lines of coloured spans. ``str`` gives the plain text, whose marks say all that the colours say."""
+
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        return "\n".join("".join(span.text for span in line).rstrip() for line in self.lines)
+
+    def __add__(self, other: "Drawing") -> "Drawing":
+        return Drawing(self.lines + other.lines)
+
+    def rich(self) -> "Text":
+        """Return the drawing as a rich ``Text`` with colours."""
+        from rich.style import Style
+        from rich.text import Text
+
+        text = Text(no_wrap=True, overflow="crop")
+        for number, line in enumerate(self.lines):
+            text.append("\n" if number else "")
+            for span in line:
+                text.append(span.text, Style(color=span.color, reverse=span.is_filled))
+        return text
+
+
+def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
+    """Draw every block of a pool.
+
+    While all slots fit, each block stands with its id and one character a slot. Larger pools have one character a
+    block, and still larger ones one character for 2, 4, 8, ... neighbouring blocks.
+
+    Args:
+        view: The pool at one moment.
+        width: Columns to use.
+        max_rows: Rows to use, heading and legend not counted.
+
+    Cost:
+        Reads each block once; the drawing has at most ``width * max_rows`` marks.
+
+    Example:
+        >>> pool = PoolView(8, 4, (TableView(0, (7, 2, 5), 10),), frozenset({0, 1, 3, 4, 6}))
+        >>> print(draw_pool(pool, width=40))
+        pool: 8 blocks of 4 slots, 3 used, 5 free
+        0 ....  1 ....  2 AAAA  3 ....  4 ....
+        5 AA__  6 ....  7 AAAA
+        A = sequence 0   . free   _ taken, empty
+        >>> print(draw_pool(pool, width=40, max_rows=1))
+        pool: 8 blocks of 4 slots, 3 used, 5 free
+        0 ..A..a.A
+        A = sequence 0   . free   a not full
+    """
+    id_width = len(str(view.num_blocks - 1))
+    columns = max(1, (width + 2) // (id_width + view.block_size + 3))
+    group = 1
+    if columns * max_rows >= view.num_blocks and id_width + 1 + view.block_size <= width:
+        rows = _block_rows(view, columns, id_width)
+    else:
+        columns, group = _fit(view.num_blocks, width - id_width - 1, max_rows)
+        rows = _map_rows(view, columns, group, id_width)
+    num_free = len(view.free_ids)
+    heading = (
+        f"pool: {view.num_blocks} blocks of {view.block_size} slots, {view.num_blocks - num_free} used, "
+        f"{num_free} free{_scale(group, 'blocks')}"
+    )
+    legend = _legend(rows, (table.seq_id for table in view.tables), _NOTES, width)
+    return Drawing(((Span(heading),), *rows, *legend))
+
+
+def draw_block_table(
+    table: TableView,
+    block_size: int,
+    token_texts: Sequence[str] | None = None,
+    width: int = 80,
+    max_rows: int = 12,
+) -> Drawing:
+    """Draw one block table: which block of the pool holds which tokens of the sequence.
+
+    Args:
+        table: The table at one moment.
+        block_size: Slots in a block.
+        token_texts: The text of each token in the cache, to stand beside its block.
+        width: Columns to use.
+        max_rows: A longer table has runs of neighbouring full blocks in one row; if that is still too long, the
+            middle is left out, and the drawing says so.
+
+    Example:
+        >>> print(draw_block_table(TableView(0, (7, 2, 5), 10), block_size=4))
+        block table of A: 10 tokens in 3 blocks, 2 slots empty
+        index  block  slots
+            0      7  AAAA
+            1      2  AAAA
+            2      5  AA__
+    """
+    num_blocks, max_rows = len(table.block_ids), max(3, max_rows)
+    num_empty = num_blocks * block_size - table.num_tokens
+    heading = (
+        f"block table of {letter(table.seq_id)}: {table.num_tokens} tokens in {num_blocks} blocks, "
+        f"{num_empty} slots empty"
+    )
+    runs = [(index, index) for index in range(num_blocks)]
+    if num_blocks > max_rows:
+        runs = _neighbour_runs(table, block_size)
+    rows = [_table_row(table, block_size, first, last, token_texts, width) for first, last in runs]
+    if len(runs) > max_rows:
+        head, tail = max_rows - max_rows // 2 - 1, len(runs) - max_rows // 2
+        num_left_out = sum(last - first + 1 for first, last in runs[head:tail])
+        rows[head:tail] = [(Span(f"  ...  {num_left_out} more blocks"),)]
+    index_width, id_width = _table_widths(table)
+    names = (Span(f"{'index':>{index_width}}  {'block':>{id_width}}  slots"),)
+    return Drawing(((Span(heading, hue(table.seq_id)),), names, *rows))
+
+
+def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
+    """Draw the contiguous rung's memory: what holds tokens, what is only reserved, what is free.
+
+    Args:
+        view: The arena at one moment.
+        width: Columns to use.
+        max_rows: Rows to use, heading and legend not counted. A character then stands for 2, 4, 8, ... slots.
+
+    Example:
+        >>> from minipaged.viz.views import RangeView
+        >>> print(draw_arena(ArenaView(16, (RangeView(0, 0, 8, 5), RangeView(1, 12, 4, 4)))))
+        arena: 16 slots, 12 reserved, 9 hold tokens
+         0 AAAAA___....BBBB
+        A = sequence 0   B = sequence 1   . free   _ reserved, empty
+    """
+    label_width = len(str(view.num_slots))
+    columns, group = _fit(view.num_slots, width - label_width - 1, max_rows)
+    rows = []
+    for start in range(0, view.num_slots, columns * group):
+        stop = min(start + columns * group, view.num_slots)
+        marks = [_arena_mark(view, i, min(i + group, stop)) for i in range(start, stop, group)]
+        rows.append((Span(f"{start:>{label_width}} "), *marks))
+    num_reserved = sum(own.length for own in view.ranges)
+    num_tokens = sum(own.num_tokens for own in view.ranges)
+    heading = (
+        f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens{_scale(group, 'slots')}"
+    )
+    notes = _NOTES | {EMPTY: "reserved, empty"}
+    return Drawing(((Span(heading),), *rows, *_legend(rows, (own.seq_id for own in view.ranges), notes, width)))
+
+
+def draw_view(view: PoolView | ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
+    """Draw a cache's whole view: the arena, or the pool and its block tables, at most 8 of them."""
+    if isinstance(view, ArenaView):
+        return draw_arena(view, width, max_rows)
+    drawing = draw_pool(view, width, max_rows)
+    for table in view.tables[:_MAX_NAMED]:
+        drawing += draw_block_table(table, view.block_size, width=width, max_rows=max_rows)
+    if len(view.tables) > _MAX_NAMED:
+        drawing += Drawing(((Span(f"and {len(view.tables) - _MAX_NAMED} more block tables"),),))
+    return drawing
+
+
+def _fit(count: int, width: int, max_rows: int) -> tuple[int, int]:
+    """Return columns, and how many things one character stands for, so that ``count`` fits into the rows.
+
+    Both are powers of two: numbers at the left margin are then easy to add to.
+    """
+    columns = 1 << (max(1, width).bit_length() - 1)
+    group = 1
+    while columns * max(1, max_rows) * group < count:
+        group *= 2
+    return columns, group
+
+
+def _scale(group: int, things: str) -> str:
+    return f", {group} {things} a character" if group > 1 else ""
+
+
+def _legend(rows: Iterable[Line], seq_ids: Iterable[int], notes: dict[str, str], width: int) -> list[Line]:
+    """Return lines that explain the marks that occur in ``rows``, and no others."""
+    marks = {mark for row in rows for span in row if span.color for mark in span.text}
+    named = [seq_id for seq_id in seq_ids if {letter(seq_id), letter(seq_id).lower(), SHARED, MIXED} & marks]
+    spans = [Span(f"{letter(seq_id)} = sequence {seq_id}   ", hue(seq_id)) for seq_id in named[:_MAX_NAMED]]
+    if len(named) > _MAX_NAMED:
+        spans.append(Span(f"and {len(named) - _MAX_NAMED} more sequences   "))
+    spans += [Span(f"{mark} {note}   ", FREE_GREY) for mark, note in notes.items() if mark in marks]
+    spans += [Span(f"{mark} not full   ", FREE_GREY) for mark in sorted(marks) if mark.islower()][:1]
+    lines: list[Line] = [()]
+    for span in spans:
+        used = sum(len(before.text) for before in lines[-1])
+        if used and used + len(span.text.rstrip()) > width:
+            lines.append(())
+        lines[-1] += (span,)
+    return lines
+
+
+def _slots(mark: str, filled: int, block_size: int, color: str) -> list[Span]:
+    return [Span(mark * filled, color, is_filled=True), Span(EMPTY * (block_size - filled), color)]
+
+
+def _block_rows(view: PoolView, columns: int, id_width: int) -> list[Line]:
+    """Return rows of blocks, each with its id and one character a slot."""
+    holders = view.holders()
+    rows = []
+    for start in range(0, view.num_blocks, columns):
+        row: list[Span] = []
+        for block_id in range(start, min(start + columns, view.num_blocks)):
+            row += [Span(f"{block_id:>{id_width}} "), *_block_slots(view, block_id, holders), Span("  ")]
+        rows.append(tuple(row))
+    return rows
+
+
+def _block_slots(view: PoolView, block_id: int, holders: Holders) -> list[Span]:
+    held = holders.get(block_id)
+    if held is None:
+        return [Span((FREE if block_id in view.free_ids else UNOWNED) * view.block_size, FREE_GREY)]
+    seq_id = held[0][0].seq_id
+    mark = SHARED if len(held) > 1 else letter(seq_id)
+    return _slots(mark, max(filled for _, filled in held), view.block_size, hue(seq_id))
+
+
+def _map_rows(view: PoolView, columns: int, group: int, id_width: int) -> list[Line]:
+    """Return rows of one character per ``group`` blocks."""
+    holders = view.holders()
+    rows = []
+    for start in range(0, view.num_blocks, columns * group):
+        stop = min(start + columns * group, view.num_blocks)
+        marks = [_group_mark(view, range(i, min(i + group, stop)), holders) for i in range(start, stop, group)]
+        rows.append((Span(f"{start:>{id_width}} "), *marks))
+    return rows
+
+
+def _group_mark(view: PoolView, block_ids: Sequence[int], holders: Holders) -> Span:
+    """Return the one character for a run of blocks: a capital only where one sequence has filled every slot."""
+    held = [holders[block_id] for block_id in block_ids if block_id in holders]
+    if not held:
+        is_free = all(block_id in view.free_ids for block_id in block_ids)
+        return Span(FREE if is_free else UNOWNED, FREE_GREY)
+    seq_ids = {table.seq_id for tables in held for table, _ in tables}
+    first = min(seq_ids)
+    if len(seq_ids) > 1:
+        is_shared = any(len(tables) > 1 for tables in held)
+        return Span(SHARED if is_shared else MIXED, hue(first), is_filled=True)
+    is_full = len(held) == len(block_ids) and all(tables[0][1] == view.block_size for tables in held)
+    return Span(letter(first) if is_full else letter(first).lower(), hue(first), is_filled=is_full)
+
+
+def _neighbour_runs(table: TableView, block_size: int) -> list[tuple[int, int]]:
+    """Return (first, last) indices of runs of full blocks whose ids rise by one."""
+    runs: list[tuple[int, int]] = []
+    for index, block_id in enumerate(table.block_ids):
+        is_full = table.filled(index, block_size) == block_size
+        if runs and is_full and table.block_ids[index - 1] == block_id - 1:
+            runs[-1] = (runs[-1][0], index)
+        else:
+            runs.append((index, index))
+    return runs
+
+
+def _table_widths(table: TableView) -> tuple[int, int]:
+    """Return the widths of the index and the id column: wide enough for a run such as 120-131."""
+    id_digits = len(str(max(table.block_ids, default=0)))
+    return max(5, 2 * len(str(len(table.block_ids))) + 1), max(5, 2 * id_digits + 1)
+
+
+def _table_row(
+    table: TableView, block_size: int, first: int, last: int, token_texts: Sequence[str] | None, width: int
+) -> Line:
+    """Return the row of table entries ``first`` to ``last``; more than one only where all of them are full."""
+    index_width, id_width = _table_widths(table)
+    index, block = str(first), str(table.block_ids[first])
+    filled = table.filled(first, block_size)
+    if last > first:
+        index, block = f"{first}-{last}", f"{block}-{table.block_ids[last]}"
+        slots = [Span(f"all {(last - first + 1) * block_size} filled", hue(table.seq_id))]
+    elif block_size <= 32:
+        slots = _slots(letter(table.seq_id), filled, block_size, hue(table.seq_id))
+    else:
+        slots = [Span(f"{filled} of {block_size} filled", hue(table.seq_id))]
+    row = (Span(f"{index:>{index_width}}  {block:>{id_width}}  "), *slots)
+    if token_texts is None:
+        return row
+    pieces = token_texts[first * block_size : min((last + 1) * block_size, table.num_tokens)]
+    used = sum(len(span.text) for span in row) + 2
+    return (*row, Span("  " + _one_line(pieces, width - used)))
+
+
+def _one_line(pieces: Sequence[str], width: int) -> str:
+    """Join token texts with ``|``, with line breaks and other controls made visible, and cut them to ``width``."""
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in "|".join(pieces))
+    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
+
+
+def _arena_mark(view: ArenaView, start: int, stop: int) -> Span:
+    """Return the mark of slots [start, stop): a letter if any holds a token, else whether any is reserved."""
+    mark = Span(FREE, FREE_GREY)
+    for own in view.ranges:
+        if own.start < stop and start < own.start + own.num_tokens:
+            return Span(letter(own.seq_id), hue(own.seq_id), is_filled=True)
+        if own.start < stop and start < own.start + own.length:
+            mark = Span(EMPTY, hue(own.seq_id))
+    return mark

@@ -1,0 +1,137 @@
+"""What every test shares: one thread, no network but pip's, no silent skips in CI, and the default model."""
+
+import os
+
+# Before torch and the hub's client are imported: they read these once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROJECT = Path(__file__).resolve().parents[1]
+IN_CI = os.environ.get("CI") == "true"
+
+if not torch.cuda.is_available():
+    # Read by triton when it is imported: kernels then run in its interpreter, on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker one thread, so that workers do not fight for the cores."""
+    torch.set_num_threads(1)
+
+
+def fail_if_skipped(report: Any) -> None:
+    """Turn a skip into a failure in CI, where everything that a test may need has to be there.
+
+    A skip for want of a CUDA device stays one: its reason begins with "needs a GPU".
+    """
+    if not (IN_CI and report.skipped) or hasattr(report, "wasxfail"):
+        return
+    path, line, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", "", str(report.longrepr))
+    reason = reason.removeprefix("Skipped: ")
+    if not reason.startswith("needs a GPU"):
+        report.outcome = "failed"
+        report.longrepr = f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Apply `fail_if_skipped` to a test."""
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Apply `fail_if_skipped` to a module that skips itself as a whole."""
+    report = yield
+    fail_if_skipped(report)
+    return report
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """Return the folder of the default model, fetched and converted into the ordinary cache if need be."""
+    from minipaged.errors import UserError
+    from minipaged.foundation.default_model import ensure_default_model
+
+    try:
+        return ensure_default_model()
+    except UserError as error:
+        pytest.skip(f"the default model is not to be had: {error}")
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a new Python: ``run_python("-m", "minipaged.chat", ...)``."""
+
+    def run(*arguments: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=PROJECT,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+@pytest.fixture
+def poison() -> Callable[[Any], int]:
+    """Return a function that fills every float tensor of an object with NaN and says how many there were.
+
+    Poison a new cache: whatever is read before it was written then shows in the logits.
+    """
+
+    def fill(owner: Any) -> int:
+        tensors = [value for value in vars(owner).values() if torch.is_tensor(value) and value.is_floating_point()]
+        assert tensors, f"{type(owner).__name__} holds no float tensor to poison"
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+        return len(tensors)
+
+    return fill
+
+
+@pytest.fixture
+def poisoned_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every slot that holds no sequence's token hold NaN, in every engine, before the first step and after each.
+
+    An engine that reads a slot nobody wrote, or one of a sequence that has left, then shows NaN in its logits.
+    """
+    from minipaged.contiguous.generate import Engine
+
+    init, step = Engine.__init__, Engine.step
+
+    def poisoned_init(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.kv.fill_(float("nan"))
+
+    def poisoned_step(self: Any) -> Any:
+        outputs = step(self)
+        is_owned = torch.zeros(self.kv.shape[2] * self.kv.shape[3], dtype=torch.bool)
+        is_owned[owned_slots(self.cache)] = True
+        self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = float("nan")
+        return outputs
+
+    monkeypatch.setattr(Engine, "__init__", poisoned_init)
+    monkeypatch.setattr(Engine, "step", poisoned_step)
+
+
+def owned_slots(cache: Any) -> list[int]:
+    """Return the slots that hold a running sequence's token, in an arena or a block pool."""
+    if hasattr(cache, "tables"):
+        return [slot for table in cache.tables.values() for slot in table.slots(0, table.num_tokens)]
+    return [own.start + i for own in cache.ranges.values() for i in range(own.num_tokens)]

@@ -1,0 +1,135 @@
+"""The identity matrix: every rung gives the same greedy tokens as rung 0, and as transformers.
+
+Models are tiny, random and in fp32; the fixture asserts that at every step the two best logits lie well apart, so
+that a different token is a fault and never a tie.
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipaged import LLM, SamplingParams, use
+from minipaged.foundation.reference import causal_attention
+from minipaged.llm import RUNGS
+from minipaged.paged.reference import paged_attention
+from tests.tiny_models import make_tiny_model
+
+ARCHITECTURES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 11},
+    "qwen2-mixed-window": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+}
+PROMPT_LENGTHS = (1, 3, 4, 5, 15, 16, 17, 40)
+NUM_OUTPUT_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+
+
+@dataclass
+class Oracle:
+    """A model, its prompts, and the answers that transformers gives."""
+
+    folder: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+def transformers_answer(model, prompt: list[int], num_tokens: int) -> list[int]:
+    """Decode greedily without a cache and check that no step was close."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        best = logits.topk(2)
+        assert best.values[0] - best.values[1] > 1e-3, "the two best logits are too close to tell a fault from a tie"
+        ids.append(int(best.indices[0]))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    from transformers import AutoModelForCausalLM
+
+    architecture = request.param.split("-")[0]
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), architecture, **ARCHITECTURES[request.param])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    with torch.no_grad():
+        answers = [transformers_answer(model, prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
+    assert len({tuple(answer) for answer in answers}) == len(answers), "the prompts must lead to different answers"
+    return Oracle(folder, prompts, answers)
+
+
+CACHE_SHAPES = [(1, 64), (4, 16), (5, 13), (16, 4), (64, 1)]
+"""Block size and blocks: about 64 slots, so that eight sequences never fit at once."""
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_gives_the_tokens_of_transformers(oracle: Oracle, rung: str, poisoned_caches: None):
+    cells = 0
+    shapes = [(16, None)] if rung == "foundation" else CACHE_SHAPES
+    for block_size, num_blocks in shapes:
+        llm = LLM(oracle.folder, rung=rung, dtype="float32", device="cpu", block_size=block_size, num_blocks=num_blocks)
+        together = llm.generate(oracle.prompts, GREEDY)
+        assert [result.token_ids for result in together] == oracle.answers
+        alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in reversed(oracle.prompts)]
+        assert alone == oracle.answers[::-1]
+        assert llm.stats()["free_blocks"] == llm.stats()["num_blocks"]
+        cells += 2
+    assert cells >= 2
+
+
+def test_the_readable_loops_give_the_same_tokens(oracle: Oracle, poisoned_caches: None):
+    calls = dict.fromkeys(("causal", "paged"), 0)
+
+    def count(name, function):
+        def run(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    with use(causal_attention=count("causal", causal_attention), paged_attention=count("paged", paged_attention)):
+        llm = LLM(oracle.folder, dtype="float32", device="cpu", block_size=4)
+        results = llm.generate(oracle.prompts, GREEDY)
+    assert [result.token_ids for result in results] == oracle.answers
+    assert min(calls.values()) > 0
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_seeded_sample_does_not_depend_on_rung_or_company(oracle: Oracle, rung: str, poisoned_caches: None):
+    params = SamplingParams(temperature=0.8, top_k=20, seed=42, max_tokens=12, ignore_eos=True)
+    company = SamplingParams(temperature=1.0, max_tokens=9, ignore_eos=True)
+    reference = LLM(oracle.folder, rung="foundation", dtype="float32", device="cpu")
+    expected = reference.generate([oracle.prompts[3]], params)[0].token_ids
+    llm = LLM(oracle.folder, rung=rung, dtype="float32", device="cpu")
+    for place in range(3):
+        prompts = oracle.prompts[4:6]
+        each = [company, SamplingParams(temperature=0.5, seed=7, max_tokens=15)]
+        prompts.insert(place, oracle.prompts[3])
+        each.insert(place, params)
+        assert llm.generate(prompts, each)[place].token_ids == expected
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_default_model_gives_forty_tokens_of_transformers(smollm2_folder: Path, rung: str):
+    from transformers import AutoModelForCausalLM
+
+    prompt = "Paged attention keeps keys and values in blocks. A block table"
+    llm = LLM(smollm2_folder, rung=rung, dtype="float32", device="cpu", num_blocks=None if rung == "foundation" else 8)
+    result = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0]
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    ids = torch.tensor([result.prompt_token_ids])
+    expected = model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert result.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+def test_the_matrix_has_as_many_cells_as_it_should():
+    with_cache = [rung for rung in RUNGS if rung != "foundation"]
+    cells = list(itertools.product(ARCHITECTURES, with_cache, CACHE_SHAPES, ("together", "alone")))
+    print(f"identity matrix: {len(cells) + 2 * len(ARCHITECTURES)} cells")
+    assert len(cells) >= 100

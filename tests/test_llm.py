@@ -1,0 +1,293 @@
+"""The facade: options, results, refusals, and what is left in the cache after each of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipaged import LLM, SamplingParams, UserError
+from minipaged.llm import RUNGS
+from tests.tiny_models import make_tiny_model
+
+CACHED_RUNGS = [rung for rung in RUNGS if rung != "foundation"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), "llama", with_tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("bare"), "llama")
+
+
+def tiny(folder: Path, rung: str | None = "paged", **options) -> LLM:
+    options = {"dtype": "float32", "device": "cpu"} | options
+    return LLM(folder, rung=rung, **options)
+
+
+def idle(llm: LLM) -> bool:
+    """Check the books and return whether every slot is free again."""
+    stats = llm.stats()
+    if llm.rung != "foundation":
+        llm.engine.cache.check()
+        assert llm.engine.cache.waste().token_states == 0
+    return stats["free_blocks"] == stats["num_blocks"] and stats["used_blocks"] == 0
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def test_results_come_in_the_order_of_prompts_with_all_fields(folder: Path):
+    llm = tiny(folder)
+    prompts = ["Hello", [1, 2, 3], "a"]
+    results = llm.generate(prompts, [GREEDY, GREEDY, SamplingParams(temperature=1, max_tokens=2, logprobs=3)])
+    assert [r.prompt_token_ids for r in results] == [llm.tokenizer.encode("Hello"), [1, 2, 3], llm.tokenizer.encode("a")]
+    assert [len(r.token_ids) for r in results[:2]] == [8, 8]
+    assert {r.index for r in results} == {0}
+    assert results[0].finish_reason == "length"
+    assert results[0].logprobs is None and len(results[2].logprobs) == len(results[2].token_ids)
+    assert results[2].logprobs[0].token_id == results[2].token_ids[0] and len(results[2].logprobs[0].top) == 3
+    metrics = results[0].metrics
+    assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (5, 8)
+    assert 0 < metrics.time_to_first_token <= metrics.total_time and metrics.tokens_per_second > 0
+    assert idle(llm)
+
+
+def test_a_single_string_and_a_single_list_of_ids_are_one_prompt(folder: Path):
+    llm = tiny(folder)
+    assert len(llm.generate("Hello", GREEDY)) == len(llm.generate([1, 2, 3], GREEDY)) == 1
+    assert llm.generate([], GREEDY) == []
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_streamed_pieces_join_to_the_result(folder: Path, rung: str):
+    llm = tiny(folder, rung)
+    chunks = list(llm.stream("Hello", GREEDY))
+    result = llm.generate("Hello", GREEDY)[0]
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [i for chunk in chunks for i in chunk.token_ids] == result.token_ids
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 7 + ["length"]
+    assert chunks[-1].result.token_ids == result.token_ids
+    assert idle(llm)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_closed_stream_frees_everything(folder: Path, rung: str):
+    llm = tiny(folder, rung)
+    stream = llm.stream("Hello", GREEDY)
+    next(stream)
+    stream.close()
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_abort_works_in_every_state_and_a_second_one_does_nothing(folder: Path, rung: str):
+    llm = tiny(folder, rung, **({} if rung == "foundation" else {"num_blocks": 2, "block_size": 8}))
+    running, waiting = (llm.engine.add_request([1, 2, 3, 4, 5], GREEDY) for _ in range(2))
+    llm.engine.step()
+    llm.engine.step()
+    dropped = llm.engine.abort(waiting)
+    assert dropped.finish_reason == "abort"
+    stopped = llm.engine.abort(running)
+    assert stopped.finish_reason == "abort" and len(stopped.token_ids) == 2
+    assert llm.engine.abort(running) is None and llm.engine.abort(12345) is None
+    assert idle(llm) and not llm.engine.has_unfinished() and llm.engine.step() == []
+
+
+def test_a_fault_in_one_call_leaves_the_engine_usable(folder: Path):
+    llm = tiny(folder)
+    forward, calls = llm.model.forward, iter(range(100))
+
+    def break_once(*args):
+        if next(calls) == 2:
+            raise RuntimeError("injected")
+        return forward(*args)
+
+    llm.model.forward = break_once
+    with pytest.raises(RuntimeError, match="injected"):
+        llm.generate(["Hello", "World"], GREEDY)
+    assert idle(llm)
+    assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("rung", CACHED_RUNGS)
+def test_a_prompt_over_the_pool_is_refused_at_once_and_the_next_one_runs(folder: Path, rung: str):
+    llm = tiny(folder, rung, num_blocks=10, block_size=16)
+    numbers = r"200 tokens; the cache has room for 160 \(num_blocks 10 x block_size 16\)"
+    with pytest.raises(UserError, match=numbers):
+        llm.generate([[1] * 20, [1] * 200], GREEDY)
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate([[1] * 20], GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("rung", CACHED_RUNGS)
+def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length(folder: Path, rung: str):
+    llm = tiny(folder, rung, num_blocks=10, block_size=16)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    steps = 0
+    original = llm.engine.step
+
+    def step():
+        nonlocal steps
+        steps += 1
+        return original()
+
+    llm.engine.step = step
+    result = llm.generate([[1] * 100], params)[0]
+    assert (len(result.token_ids), result.finish_reason) == (61, "length")  # 100 + 61 - 1 = 160 slots
+    assert steps <= 62
+    assert idle(llm)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "expected"), [(12, 52, 52), (12, 53, 52), (12, None, 52), (63, 9, 1)])
+def test_the_limit_cuts_answers(folder: Path, rung: str, num_prompt: int, max_tokens: int | None, expected: int):
+    llm = tiny(folder, rung, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    result = llm.generate([[1] * num_prompt], params)[0]
+    assert (len(result.token_ids), result.finish_reason) == (expected, "length")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt is empty"),
+        ("", "the prompt is empty"),
+        ([-1], "-1 is not an id of the vocabulary, 0 to 271"),
+        ([272], "272 is not an id of the vocabulary"),
+        ([2**63], "is not an id of the vocabulary"),
+        ([1.5], "1.5 is not an id of the vocabulary"),
+        ([1] * 64, r"64 tokens; at most 63 fit with one token of answer into the limit of 64"),
+    ],
+)
+def test_bad_prompts_are_refused_and_the_engine_works_on(folder: Path, rung: str, prompt, message: str):
+    llm = tiny(folder, rung, max_model_len=64)
+    with pytest.raises(UserError, match=message):
+        llm.generate([[1], prompt], GREEDY)
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate([[1]], GREEDY)) == 1
+
+
+def test_a_model_without_tokenizer_takes_ids_and_refuses_text(bare_folder: Path):
+    llm = tiny(bare_folder)
+    result = llm.generate([[1, 2, 3]], GREEDY)[0]
+    assert result.text == "" and len(result.token_ids) == 8
+    with pytest.raises(UserError, match="no tokenizer"):
+        llm.generate("Hello", GREEDY)
+    with pytest.raises(UserError, match="no tokenizer"):
+        llm.chat([{"role": "user", "content": "Hello"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rung": "attic"}, "no rung is called 'attic'; the rungs are foundation, contiguous, paged"),
+        ({"tier": "cuda"}, "tier must be 'torch', 'triton' or None, not 'cuda'"),
+        ({"block_size": 0}, "block_size must be a whole number from 1, not 0"),
+        ({"block_size": 2.5}, "block_size must be a whole number from 1"),
+        ({"num_blocks": 0}, "num_blocks must be a whole number from 1, not 0"),
+        ({"num_blocks": 2**50}, "needs .* GiB"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported; use float32, bfloat16, float16"),
+        ({"dtype": "float16"}, "float16 is not supported on the CPU; use float32 or bfloat16"),
+        ({"device": "tpu"}, "device 'tpu' is not known"),
+        ({"device": "cuda:99"}, "this machine has"),
+        ({"max_model_len": 257}, "max_model_len must be 2 to 256, the model's own limit, not 257"),
+        ({"max_model_len": 1}, "max_model_len must be 2 to 256"),
+        ({"seed": -1}, "seed"),
+        ({"rung": "foundation", "num_blocks": 4}, "rung 'foundation' has no cache, so no num_blocks; rung 'contiguous' has it"),
+        ({"rung": "foundation", "block_size": 4}, "rung 'foundation' has no cache, so no block_size"),
+    ],
+)
+def test_bad_options_are_refused_in_one_sentence(folder: Path, options: dict, message: str):
+    with pytest.raises(UserError, match=message) as refusal:
+        tiny(folder, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_default_rung_is_the_highest(folder: Path):
+    assert tiny(folder, rung=None).rung == RUNGS[-1]
+
+
+def test_an_end_token_ends_the_answer_and_stays_out_of_the_text(folder: Path):
+    llm = tiny(folder)
+    free = llm.generate("Hello", GREEDY)[0].token_ids
+    end = free[3]
+    first = free.index(end)
+    stopped = llm.generate("Hello", SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[end]))[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free[: first + 1]
+    assert stopped.text == llm.tokenizer.decode(free[:first])
+
+
+def test_end_tokens_come_from_tokenizer_config_and_generation_config_together(tmp_path: Path):
+    import json
+
+    make_tiny_model(tmp_path, "llama", with_tokenizer=True, eos_token_id=[7, 9])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 11}))
+    llm = tiny(tmp_path)
+    assert llm.engine.options.eos_token_ids == {7, 9, 11, 258}  # 258 is the tokenizer's <|im_end|>
+    free = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0].token_ids
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[2], 11]}))
+    stopped = tiny(tmp_path).generate([[1, 2]], SamplingParams(temperature=0, max_tokens=6))[0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free[: free.index(free[2]) + 1]
+
+
+def test_an_explicit_zero_temperature_wins_over_the_models_own(tmp_path: Path):
+    import json
+
+    make_tiny_model(tmp_path, "llama")
+    greedy = tiny(tmp_path).generate([[1, 2]], GREEDY)[0].token_ids
+    config = {"do_sample": True, "temperature": 5.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    llm = tiny(tmp_path)
+    assert llm.generate([[1, 2]], GREEDY)[0].token_ids == greedy
+    warm = llm.generate([[1, 2]], SamplingParams(max_tokens=8, ignore_eos=True, seed=1))[0].token_ids
+    assert warm != greedy
+
+
+def test_a_seed_of_the_engine_repeats_a_whole_run(folder: Path):
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    runs = [[r.token_ids for r in tiny(folder, seed=3).generate(["a", "a", "b"], params)] for _ in range(2)]
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+    results = tiny(folder).generate(["a", "a"], params)
+    assert results[0].seed != results[1].seed, "a request without a seed draws its own"
+    again = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=results[0].seed)
+    assert tiny(folder).generate("a", again)[0].token_ids == results[0].token_ids
+
+
+def test_params_and_prompts_must_match_in_number(folder: Path):
+    with pytest.raises(UserError, match="2 sampling parameters were given for 1 prompts"):
+        tiny(folder).generate(["a"], [GREEDY, GREEDY])
+
+
+def test_more_prompts_than_the_pool_holds_all_finish(folder: Path):
+    llm = tiny(folder, num_blocks=3, block_size=4)
+    results = llm.generate([[i + 1] * (i % 5 + 1) for i in range(20)], GREEDY)
+    assert [len(result.token_ids) for result in results] == [8 if i % 5 < 5 else 0 for i in range(20)]
+    assert idle(llm)
+
+
+def test_the_waste_of_a_running_sequence_is_counted(folder: Path):
+    llm = tiny(folder, num_blocks=8, block_size=16)
+    llm.engine.add_request([1] * 17, GREEDY)
+    llm.engine.step()
+    waste = llm.engine.cache.waste()
+    assert (waste.token_states, waste.reserved, waste.internal, waste.external) == (17, 0, 15, 0)
+    assert llm.stats()["used_blocks"] == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_rung_runs_on_a_gpu(folder: Path, rung: str, dtype: str):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    llm = LLM(folder, rung=rung, dtype=dtype, device="cuda")
+    results = llm.generate(["Hello", "World", [1] * 40], GREEDY)
+    assert [len(result.token_ids) for result in results] == [8, 8, 8]
+    if dtype == "float32":
+        on_cpu = tiny(folder, rung).generate(["Hello", "World", [1] * 40], GREEDY)
+        assert [r.token_ids for r in results] == [r.token_ids for r in on_cpu]
+    assert idle(llm)

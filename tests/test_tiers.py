@@ -1,0 +1,49 @@
+"""How an implementation is chosen, and how a reader's own takes its place."""
+
+import pytest
+import torch
+
+from minipaged import UserError, use
+from minipaged.cases import AttentionCase, make_paged_inputs
+from minipaged.paged.ops import paged_attention
+from minipaged.tiers import replacement, run_op
+
+
+def test_use_replaces_an_operation_inside_and_nowhere_else():
+    inputs = make_paged_inputs(AttentionCase("small", (3,)))
+    calls = []
+
+    def mine(q, k_pool, v_pool, block_tables, seq_lens, *, scale, window):
+        calls.append((scale, window))
+        return q + 1
+
+    with use(paged_attention=mine):
+        assert torch.equal(paged_attention(*inputs.args, window=2), inputs.q + 1)
+    assert calls == [(0.25, 2)]
+    assert not torch.equal(paged_attention(*inputs.args), inputs.q + 1)
+
+
+def test_uses_nest_and_the_innermost_wins():
+    with use(block_pool=int):
+        with use(block_pool=str):
+            assert replacement("block_pool") is str
+        assert replacement("block_pool") is int
+    assert replacement("block_pool") is None
+
+
+def test_an_unknown_part_is_refused_with_the_names_there_are():
+    with pytest.raises(UserError, match="no part is called 'paged_atention'; the parts are .*paged_attention"):
+        with use(paged_atention=print):
+            pass
+
+
+def test_a_tier_that_does_not_exist_is_refused():
+    inputs = make_paged_inputs(AttentionCase("small", (3,)))
+    with pytest.raises(UserError, match="tier must be 'torch', 'triton' or None, not 'fast'"):
+        paged_attention(*inputs.args, tier="fast")
+
+
+def test_an_explicit_tier_never_falls_back():
+    with pytest.raises(UserError, match="soup has no Triton kernel yet"):
+        run_op("soup", "triton", torch.device("cpu"), lambda: "torch", None)
+    assert run_op("soup", None, torch.device("cuda"), lambda: "torch", None) == "torch"

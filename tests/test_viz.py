@@ -1,0 +1,258 @@
+"""Drawings of pools, block tables and arenas."""
+
+import io
+import xml.dom.minidom
+from itertools import combinations
+
+import pytest
+
+from minipaged.contiguous.arena import Arena
+from minipaged.paged.block_pool import BlockPool
+from minipaged.paged.block_table import BlockTable
+from minipaged.paged.cache import PagedCache
+from minipaged.viz import (
+    DECODE_COLOR,
+    FREE_GREY,
+    HUES,
+    PREFILL_COLOR,
+    ArenaView,
+    PoolView,
+    RangeView,
+    TableView,
+    draw_arena,
+    draw_arena_svg,
+    draw_block_table,
+    draw_block_table_svg,
+    draw_pool,
+    draw_pool_svg,
+    draw_view,
+    hue,
+    view_cache,
+    view_pool,
+)
+
+SHARED = PoolView(6, 4, (TableView(0, (3, 1), 6), TableView(1, (3, 4), 8)), frozenset({0, 2, 5}))
+"""Two sequences over one first block."""
+
+
+def example_cache() -> PagedCache:
+    cache = PagedCache(num_blocks=6, block_size=4)
+    cache.allocate(0, num_prompt_tokens=3, max_tokens=8)
+    cache.allocate(1, num_prompt_tokens=5, max_tokens=8)
+    for _ in range(3):
+        cache.append(0)
+    return cache
+
+
+def marks(drawing: object) -> str:
+    """Return the rows of a map without heading, first ids and legend."""
+    rows = [line for line in str(drawing).splitlines()[1:] if line.lstrip()[:1].isdigit()]
+    return "".join(row.split(maxsplit=1)[1] for row in rows)
+
+
+def test_a_view_says_what_the_real_cache_says() -> None:
+    cache = example_cache()
+    view = view_cache(cache)
+    assert view == PoolView(6, 4, (TableView(0, (0, 3), 6), TableView(1, (1, 2), 5)), frozenset({4, 5}))
+    assert view.holders()[3] == [(view.tables[0], 2)]
+
+
+def test_a_view_does_not_change_when_the_cache_does() -> None:
+    cache = example_cache()
+    before = view_cache(cache)
+    drawn = str(draw_view(before))
+    cache.append(0)
+    cache.free(1)
+    assert str(draw_view(before)) == drawn
+    assert view_cache(cache) != before
+    cache.check()
+
+
+def test_the_arena_is_viewed_with_its_reservations() -> None:
+    arena = Arena(num_slots=16, max_model_len=8)
+    arena.allocate(5, num_prompt_tokens=3)
+    assert view_cache(arena) == ArenaView(16, (RangeView(5, 0, 8, 3),))
+
+
+def test_a_rung_without_a_cache_has_no_view() -> None:
+    assert view_cache(None) is None
+
+
+def test_the_pool_shows_each_slot_while_blocks_fit() -> None:
+    assert str(draw_pool(view_cache(example_cache()), width=40)).splitlines() == [
+        "pool: 6 blocks of 4 slots, 4 used, 2 free",
+        "0 AAAA  1 BBBB  2 B___  3 AA__  4 ....",
+        "5 ....",
+        "A = sequence 0   B = sequence 1   . free",
+        "_ taken, empty",
+    ]
+
+
+def test_a_block_in_two_tables_is_marked_as_shared() -> None:
+    assert "3 ####" in str(draw_pool(SHARED))
+    assert "# shared" in str(draw_pool(SHARED))
+    assert marks(draw_pool(SHARED, max_rows=1, width=30)) == ".a.#B."
+
+
+def test_a_block_that_nobody_accounts_for_is_marked() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    pool.allocate()
+    text = str(draw_pool(view_pool(pool, {})))
+    assert "0 ????  1 ...." in text
+    assert "? in use, in no table" in text
+
+
+def test_a_block_is_lower_case_on_the_map_until_its_last_slot_is_filled() -> None:
+    table = BlockTable(block_size=4, block_ids=[7, 2, 5], num_tokens=11)
+    pool = BlockPool(num_blocks=64, block_size=4)
+    for _ in range(8):
+        pool.allocate()
+    for block_id in (0, 1, 3, 4, 6):
+        pool.free(block_id)
+    assert marks(draw_pool(view_pool(pool, {0: table}), max_rows=1))[:8] == "..A..a.A"
+    table.num_tokens += 1
+    assert marks(draw_pool(view_pool(pool, {0: table}), max_rows=1))[:8] == "..A..A.A"
+
+
+def test_a_pool_of_thousands_of_blocks_stays_within_its_rows() -> None:
+    table = TableView(0, tuple(range(1000, 1100)), 1600)
+    view = PoolView(10_000, 16, (table,), frozenset(range(10_000)) - set(table.block_ids))
+    drawing = draw_pool(view, width=80, max_rows=8)
+    lines = str(drawing).splitlines()
+    assert len(lines) <= 8 + 2
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "pool: 10000 blocks of 16 slots, 100 used, 9900 free, 32 blocks a character"
+    # Blocks 1000 to 1099 touch groups 31 (992-1023) to 34 (1088-1119); only 32 and 33 are full.
+    assert marks(drawing)[30:36] == ".aAAa."
+
+
+def test_a_group_with_several_sequences_is_told_from_a_shared_one() -> None:
+    apart = PoolView(256, 4, (TableView(0, (0,), 4), TableView(1, (1,), 4)), frozenset(range(2, 256)))
+    assert marks(draw_pool(apart, width=80, max_rows=1))[0] == "+"
+    assert "+ several sequences" in str(draw_pool(apart, width=80, max_rows=1))
+    shared = PoolView(256, 4, (TableView(0, (0,), 4), TableView(1, (0,), 4)), frozenset(range(1, 256)))
+    assert marks(draw_pool(shared, width=80, max_rows=1))[0] == "#"
+
+
+def test_a_pool_with_many_sequences_names_only_some_and_says_how_many_more() -> None:
+    tables = tuple(TableView(i, (i,), 4) for i in range(40))
+    text = str(draw_view(PoolView(40, 4, tables, frozenset())))
+    assert "and 32 more sequences" in text
+    assert "and 32 more block tables" in text
+    assert text.count("block table of") == 8
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 32, 33, 256])
+def test_a_block_table_says_how_full_its_last_block_is(block_size: int) -> None:
+    num_tokens = 2 * block_size + 1
+    text = str(draw_block_table(TableView(2, (9, 4, 6), num_tokens), block_size))
+    assert text.startswith(f"block table of C: {num_tokens} tokens in 3 blocks, {block_size - 1} slots empty\n")
+    last = text.splitlines()[-1].split()
+    assert last[:2] == ["2", "6"]
+    assert " ".join(last[2:]) == ("C" + "_" * (block_size - 1) if block_size <= 32 else f"1 of {block_size} filled")
+
+
+def test_a_block_table_shows_the_text_of_its_tokens_on_one_line() -> None:
+    drawn = draw_block_table(TableView(0, (7, 2), 6), 4, ["The", " cap", "ital", "\n", " of", "\x1b[2J", "unseen"])
+    assert str(drawn).splitlines()[2:] == [
+        r"    0      7  AAAA  The| cap|ital|\n",
+        r"    1      2  AA__   of|\x1b[2J",
+    ]
+
+
+def test_a_long_block_table_puts_neighbours_into_one_row() -> None:
+    table = TableView(0, (*range(5, 45), 90, 2), 16 * 41 + 3)
+    rows = [line.split() for line in str(draw_block_table(table, 16)).splitlines()[2:]]
+    assert rows == [["0-39", "5-44", "all", "640", "filled"], ["40", "90", "A" * 16], ["41", "2", "AAA" + "_" * 13]]
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 12])
+def test_a_long_scattered_block_table_leaves_out_its_middle_and_counts_it(max_rows: int) -> None:
+    table = TableView(0, tuple(range(0, 400, 2)), 800)
+    rows = str(draw_block_table(table, 4, max_rows=max_rows)).splitlines()[2:]
+    assert len(rows) == max(3, max_rows)
+    assert rows[-1].split()[:2] == ["199", "398"]
+    num_left_out = int(next(row for row in rows if "..." in row).split()[1])
+    assert num_left_out + len(rows) - 1 == 200
+
+
+def test_the_arena_shows_tokens_reservations_and_free_slots() -> None:
+    arena = Arena(num_slots=24, max_model_len=8)
+    for seq_id in range(3):
+        arena.allocate(seq_id, num_prompt_tokens=2 + seq_id)
+    arena.free(1)
+    assert str(draw_arena(view_cache(arena))).splitlines() == [
+        "arena: 24 slots, 16 reserved, 6 hold tokens",
+        " 0 AA______........CCCC____",
+        "A = sequence 0   C = sequence 2   . free   _ reserved, empty",
+    ]
+
+
+def test_a_large_arena_stays_within_its_rows_and_hides_no_token() -> None:
+    view = ArenaView(8192, (RangeView(0, 0, 8192, 1),))
+    drawing = draw_arena(view, width=80, max_rows=4)
+    assert len(str(drawing).splitlines()) <= 6
+    assert marks(drawing) == "A" + "_" * 255
+    assert "32 slots a character" in str(drawing)
+
+
+@pytest.mark.parametrize("width", [1, 10, 79, 200])
+def test_drawings_take_any_width(width: int) -> None:
+    for view in (SHARED, ArenaView(100, (RangeView(0, 10, 20, 5),)), PoolView(1, 1, (), frozenset({0}))):
+        assert str(draw_view(view, width=width, max_rows=3))
+
+
+def test_a_drawing_in_colours_has_the_same_text_and_the_sequence_hues() -> None:
+    from rich.console import Console
+
+    drawing = draw_view(SHARED)
+    text = drawing.rich()
+    assert [line.rstrip() for line in text.plain.splitlines()] == str(drawing).splitlines()
+    assert {hue(0).lower(), hue(1).lower(), FREE_GREY.lower()} <= {str(span.style).split()[-1] for span in text.spans}
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, color_system="truecolor").print(text)
+    assert "38;2;0;114;178" in out.getvalue()  # hue(0)
+
+
+def test_sequences_keep_their_colour_when_others_leave() -> None:
+    alone = PoolView(6, 4, SHARED.tables[1:], frozenset({0, 1, 2, 5}))
+    assert hue(1) in draw_pool_svg(alone)
+    assert hue(0) not in draw_pool_svg(alone)
+
+
+def test_the_palette_keeps_its_colours_apart() -> None:
+    def distance(first: str, second: str) -> int:
+        channels = [(int(first[i : i + 2], 16), int(second[i : i + 2], 16)) for i in (1, 3, 5)]
+        return max(abs(a - b) for a, b in channels)
+
+    palette = [*HUES, FREE_GREY, PREFILL_COLOR, DECODE_COLOR]
+    assert all(distance(a, b) > 40 for a, b in combinations(palette, 2))
+
+
+SVGS = {
+    "pool": lambda: draw_pool_svg(SHARED),
+    "large-pool": lambda: draw_pool_svg(PoolView(9000, 16, (TableView(3, (7, 8, 9), 40),), frozenset(range(10, 9000)))),
+    "table": lambda: draw_block_table_svg(SHARED.tables[0], 4, ["<s>", "&", "\n", "日本", " 'x'", '"']),
+    "long-table": lambda: draw_block_table_svg(TableView(0, tuple(range(500)), 2000), 4),
+    "arena": lambda: draw_arena_svg(ArenaView(100, (RangeView(0, 10, 60, 5), RangeView(1, 70, 30, 0))), rows=3),
+}
+
+
+@pytest.mark.parametrize("name", SVGS)
+def test_svg_is_well_formed_small_and_the_same_each_time(name: str) -> None:
+    picture = SVGS[name]()
+    document = xml.dom.minidom.parseString(picture)
+    assert document.documentElement.tagName == "svg"
+    assert picture == SVGS[name]() == picture._repr_svg_()
+    assert len(picture) < 60_000
+    for node in document.getElementsByTagName("rect"):
+        assert node.getAttribute("width") == "100%" or float(node.getAttribute("width")) >= 0
+
+
+def test_shared_blocks_are_hatched_in_svg_and_others_are_not() -> None:
+    assert draw_pool_svg(SHARED).count(f'fill="url(#hatch-{hue(0)[1:]}-{hue(1)[1:]})"') == 1
+    assert "hatch" not in draw_pool_svg(view_cache(example_cache()))
+
+
+def test_a_long_block_table_in_svg_says_what_it_leaves_out() -> None:
+    assert "... 436 more blocks" in SVGS["long-table"]()
