@@ -4,26 +4,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
-from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.generate import EngineOptions, Result
-from minipaged.foundation.sampling import SamplingParams
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
 from minipaged.machine import choose_device, choose_dtype, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
+from minipaged.sharing.generate import Engine as SharingEngine
+from minipaged.sharing.params import SamplingParams
 from minipaged.tiers import Tier, check_tier
 from minipaged.tiers import use as use
 
-ENGINES = {engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine)}
+ENGINES = {engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine, SharingEngine)}
 """The engine of every rung that exists, lowest first."""
 
 RUNGS = tuple(ENGINES)
@@ -130,19 +131,25 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = _as_params(sampling_params, len(batch))
+        for each in params:
+            self._check_params(each)
         ids = [self._encode(prompt) for prompt in batch]
-        for prompt in ids:
-            self.engine.check_prompt(prompt)
+        for prompt, each in zip(ids, params, strict=True):
+            self.engine.check_prompt(prompt, each)
         results: dict[int, list[Result]] = {}
         try:
             for prompt, each in zip(ids, params, strict=True):
                 results[self.engine.add_request(prompt, each)] = []
-            with _progress_bar(len(ids), progress) as advance:
-                while any(not done for done in results.values()):
+            num_open = len(results)
+            with _progress_bar(num_open, progress) as advance:
+                while num_open:
                     for output in self.engine.step():
-                        if output.result and output.request_id in results:
-                            results[output.request_id].append(output.result)
-                            advance(len(output.result.token_ids))
+                        done = results.get(output.request_id, [])
+                        if output.result:
+                            done.append(output.result)
+                        if output.is_last and output.request_id in results:
+                            num_open -= 1
+                            advance(sum(len(result.token_ids) for result in done))
         finally:
             for request_id in results:
                 self.engine.abort(request_id)  # no-op for those that have ended
@@ -153,13 +160,15 @@ class LLM:
 
         Closing the iterator drops the request and frees what it holds.
         """
-        request_id = self.engine.add_request(self._encode(prompt), sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        self._check_params(params)
+        request_id = self.engine.add_request(self._encode(prompt), params)
         try:
             while True:
                 for output in self.engine.step():
                     if output.request_id == request_id:
                         yield Chunk(output.text, output.token_ids, output.result)
-                        if output.result:
+                        if output.is_last:
                             return
         finally:
             self.engine.abort(request_id)
@@ -177,6 +186,12 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Return the engine's counters since its start, and its blocks now."""
         return self.engine.stats()
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Refuse what only a higher rung can do."""
+        for name, value, owner in _owned_params(params):
+            if RUNGS.index(owner) > RUNGS.index(self.rung):
+                raise UserError(f"rung {self.rung!r} does not know {name} ({value!r} was given); rung {owner!r} has it")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -233,6 +248,16 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(item, str) and not hasattr(item, "__iter__"):
             raise UserError(f"a prompt is a string or a list of token ids, not {item!r}")
     return batch  # type: ignore[return-value]
+
+
+def _owned_params(params: SamplingParams) -> Iterator[tuple[str, Any, str]]:
+    """Yield the parameters that are set away from their default, with the rung that added each."""
+    for each in fields(params):
+        if getattr(params, each.name) != each.default:
+            home = next(
+                base for base in reversed(type(params).__mro__) if each.name in getattr(base, "__annotations__", {})
+            )
+            yield each.name, getattr(params, each.name), home.__module__.split(".")[1]
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

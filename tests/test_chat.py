@@ -1,6 +1,7 @@
 """The chat: conversations, commands, what is shown, and the program as a user starts it."""
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -133,6 +134,8 @@ def test_a_stopped_answer_leaves_what_was_said_and_frees_its_blocks() -> None:
     assert session.messages[-1] == {"role": "assistant", "content": "Hello "}
     assert session.answer is not None
     assert (session.answer.finish_reason, session.answer.num_tokens) == ("abort", 2)
+    assert session.answer.memory is not None
+    assert session.answer.memory.view.tables[0].num_tokens == 3  # type: ignore[union-attr]
     assert llm.engine.cache.pool.num_free == 8
     assert "".join(session.respond("Go on")) == "Hello 日本 😀!"
 
@@ -180,9 +183,16 @@ def test_a_message_without_room_for_an_answer_is_refused_and_not_kept(words: int
         list(session.respond("x " * words))
     assert session.messages == []
     assert list(session.respond("short")) == ["Yes"]
-    with pytest.raises(UserError, match="the context is full.*/reset"):
+    with pytest.raises(UserError, match=r"the context is full.*/reset"):
         list(session.respond("x " * words))
     assert len(session.messages) == 2
+
+
+def test_max_tokens_beyond_the_context_is_cut_to_what_is_left() -> None:
+    session = make_session(FakeLLM(limit=5), max_tokens=100)
+    assert list(session.respond("Hi")) == PIECES[:3]
+    assert session.answer is not None
+    assert session.answer.is_context_full
 
 
 def test_max_tokens_is_not_taken_for_a_full_context() -> None:
@@ -203,7 +213,7 @@ def test_the_memory_is_seen_just_before_the_blocks_are_given_back() -> None:
     list(pieces)
     assert session.memory is not None
     assert session.memory.view == PoolView(8, 4, (TableView(1, (0, 1), 8),), frozenset(range(2, 8)))
-    assert str(session.memory) == "2 of 8 blocks in use, 0 slots wasted"
+    assert str(session.memory) == "2/8 blocks · 0 slots wasted"
 
 
 def test_watching_the_engine_leaves_it_as_it_was() -> None:
@@ -245,8 +255,8 @@ def test_an_answer_is_followed_by_one_line_about_it() -> None:
     parts = about.split(" · ")
     assert parts[0] == "6 tokens"
     assert parts[1].endswith(" tokens/s")
-    assert parts[2].startswith("first token after ")
-    assert parts[3] == "2 of 8 blocks in use, 0 slots wasted"
+    assert parts[2].startswith("first token ")
+    assert parts[3:] == ["2/8 blocks", "0 slots wasted"]
 
 
 def test_a_full_context_is_said_and_reset_helps() -> None:
@@ -329,7 +339,7 @@ def test_stats_shows_the_counters_of_the_engine() -> None:
     repl, out = make_repl()
     run(repl, out, "one two")
     text = run(repl, out, "/stats")
-    assert "num_blocks 8  free_blocks 8" in text
+    assert "num_blocks 8, free_blocks 8" in text
     assert "1 turns, 9 of 32 tokens" in text
 
 
@@ -394,8 +404,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_token() -> None:
     def interrupt_twice(number: int) -> None:
         if number == 2:
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            interrupt_and_wait()
             pytest.fail("the second Ctrl-C had no effect")
 
     llm.on_token = interrupt_twice
@@ -411,8 +420,12 @@ def test_ctrl_c_between_answers_is_python_s_own() -> None:
     with stop_on_ctrl_c(session):
         pass
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(5)
+        interrupt_and_wait()
+
+
+def interrupt_and_wait() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
 
 
 # A terminal
@@ -439,12 +452,11 @@ def test_a_terminal_shows_the_pool_live_and_keeps_the_last_picture() -> None:
     llm = FakeLLM(["first line\nsecond", " [bold]part[/bold]", "\n", "third"])
     screen.show_answer(make_session(llm), "Hi", has_picture=True)
     text = out.getvalue()
-    assert text.count("pool: 8 blocks of 4 slots") == 5  # one for each step, one that stays
-    from rich.text import Text
-
-    assert [line for line in Text.from_ansi(text).plain.splitlines() if "[bold]part[/bold]" in line]
-    for line in ("first line", "third"):
+    for num_tokens in (2, 3, 4, 5):  # 2 of the prompt, and one more with each step
+        assert f"block table of B: {num_tokens} tokens" in text
+    for line in ("first line\n", "second [bold]part[/bold]\n", "third\n"):
         assert line in text
+    assert text.rindex("pool: 8 blocks of 4 slots") > text.rindex("third\n")
 
 
 @pytest.mark.parametrize("height", [5, 24, 60])
@@ -590,12 +602,12 @@ def test_the_rung_changes_and_the_conversation_stays(rung: str, smollm2_folder: 
 def test_a_piped_prompt_is_answered_once_in_plain_text(smollm2_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "minipaged.chat", "--dtype", "float32", "--max-tokens", "8", "--show-blocks"],
-        input="What is the capital of France? Tell me 3 facts about it.\n".encode(),
+        input=b"What is the capital of France? Tell me 3 facts about it.\n",
         capture_output=True,
         timeout=120,
     )
     assert done.returncode == 0
-    assert done.stdout.decode() == "1. The capital of France is\n"
+    assert done.stdout.decode() == "1. The capital of France is Paris\n"
     notes = done.stderr.decode()
     assert "8 tokens" in notes
     assert "pool: 512 blocks of 16 slots" in notes
@@ -605,11 +617,17 @@ def test_a_piped_prompt_is_answered_once_in_plain_text(smollm2_folder: Path) -> 
 class Terminal:
     """A program under a pseudo-terminal: type to it, wait for what it shows."""
 
+    # Ctrl-C reaches only a program whose controlling terminal it is typed on.
+    START = (
+        "import fcntl, runpy, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+        "runpy.run_module('minipaged.chat', run_name='__main__', alter_sys=True)"
+    )
+
     def __init__(self, *arguments: str):
         import pty
 
         self.master, slave = pty.openpty()
-        command = [sys.executable, "-m", "minipaged.chat", *arguments]
+        command = [sys.executable, "-c", self.START, *arguments]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
@@ -617,52 +635,66 @@ class Terminal:
         os.close(slave)
         self.shown = ""
 
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def wait_for(self, text: str, timeout: float = 90) -> None:
+    def wait_for(self, text: str, timeout: float = 60) -> None:
         """Read until ``text`` has been shown since the last wait."""
         deadline = time.monotonic() + timeout
         while text not in self.shown:
-            assert time.monotonic() < deadline, f"no {text!r} in {self.shown!r}"
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.shown += os.read(self.master, 65536).decode(errors="replace")
+            assert time.monotonic() < deadline, f"no {text!r} in {self.shown[-2000:]!r}"
+            self.read()
         self.shown = self.shown.split(text, 1)[1]
 
-    def end(self) -> int:
-        """Wait for the end of the program and return its exit code."""
-        try:
-            while True:
+    def wait_for_end(self, timeout: float = 60) -> int:
+        """Return the program's exit code."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"does not end: {self.shown[-2000:]!r}"
+            self.read()
+        self.read()
+        return self.process.returncode
+
+    def read(self) -> None:
+        if select.select([self.master], [], [], 0.1)[0]:
+            with contextlib.suppress(OSError):  # Linux: the other end is closed
                 self.shown += os.read(self.master, 65536).decode(errors="replace")
-        except OSError:  # Linux says so when the other end is closed
-            return self.process.wait(30)
-        finally:
-            os.close(self.master)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a GPU-less thing that Windows has not: pseudo-terminals")
-class TestInATerminal:
-    """The chat as a user sees it."""
+needs_pseudo_terminals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 
-    def test_an_answer_can_be_stopped_and_the_chat_left(self, smollm2_folder: Path) -> None:
-        chat = Terminal("--dtype", "float32", "--show-blocks")
-        chat.wait_for(">>> ")
+
+@needs_pseudo_terminals
+def test_in_a_terminal_an_answer_can_be_stopped_and_the_chat_left(smollm2_folder: Path) -> None:
+    with Terminal("--dtype", "float32", "--show-blocks") as chat:
+        chat.wait_for(">>>")
         chat.type("Tell me a long story about the sea.\r")
         chat.wait_for("pool: 512 blocks of 16 slots")
-        os.write(chat.master, b"\x03")
+        chat.type("\x03")
         chat.wait_for("stopped")
-        chat.wait_for(">>> ")
+        chat.wait_for(">>>")
         chat.type("/stats\r")
         chat.wait_for("1 turns")
-        chat.wait_for(">>> ")
+        chat.wait_for(">>>")
         chat.type("\x04")
-        assert chat.end() == 0
+        assert chat.wait_for_end() == 0
 
-    def test_a_model_that_cannot_be_loaded_ends_the_chat_with_a_sentence(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text('{"model_type": "bird"}')
-        chat = Terminal("--model", str(tmp_path))
-        assert chat.end() == 2
+
+@needs_pseudo_terminals
+def test_in_a_terminal_a_model_that_cannot_be_loaded_ends_the_chat_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bird"}')
+    with Terminal("--model", str(tmp_path)) as chat:
+        assert chat.wait_for_end() == 2
         assert "error: " in chat.shown
+        assert "bird" in chat.shown
         assert "Traceback" not in chat.shown
 
 

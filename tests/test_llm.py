@@ -90,10 +90,10 @@ def test_abort_works_in_every_state_and_a_second_one_does_nothing(folder: Path, 
     llm.engine.step()
     llm.engine.step()
     dropped = llm.engine.abort(waiting)
-    assert dropped.finish_reason == "abort"
+    assert [result.finish_reason for result in dropped] == ["abort"]
     stopped = llm.engine.abort(running)
-    assert stopped.finish_reason == "abort" and len(stopped.token_ids) == 2
-    assert llm.engine.abort(running) is None and llm.engine.abort(12345) is None
+    assert [(result.finish_reason, len(result.token_ids)) for result in stopped] == [("abort", 2)]
+    assert llm.engine.abort(running) == [] and llm.engine.abort(12345) == []
     assert idle(llm) and not llm.engine.has_unfinished() and llm.engine.step() == []
 
 
@@ -185,7 +185,7 @@ def test_a_model_without_tokenizer_takes_ids_and_refuses_text(bare_folder: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rung": "attic"}, "no rung is called 'attic'; the rungs are foundation, contiguous, paged"),
+        ({"rung": "attic"}, "no rung is called 'attic'; the rungs are foundation, contiguous, paged, sharing"),
         ({"tier": "cuda"}, "tier must be 'torch', 'triton' or None, not 'cuda'"),
         ({"block_size": 0}, "block_size must be a whole number from 1, not 0"),
         ({"block_size": 2.5}, "block_size must be a whole number from 1"),

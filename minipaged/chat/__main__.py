@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return FAILURE
-    except (UserError, OSError, MemoryError, RuntimeError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, ImportError) as error:
         from minipaged.chat.repl import one_sentence
 
         print(f"error: {one_sentence(error)}", file=sys.stderr)

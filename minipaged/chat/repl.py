@@ -1,6 +1,8 @@
 """The interactive chat: read a line, run a command or answer it, and again."""
 
 import argparse
+import asyncio
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -78,7 +80,7 @@ class Repl:
         num_turns = sum(message["role"] == "user" for message in session.messages)
         num_tokens = session.answer.num_prompt_tokens + session.answer.num_tokens if session.answer else 0
         self.screen.note(f"conversation: {num_turns} turns, {num_tokens} of {llm.max_model_len} tokens")
-        self.screen.note("  ".join(f"{name} {value}" for name, value in llm.stats().items()))
+        self.screen.note(", ".join(f"{name} {value}" for name, value in llm.stats().items()))
 
     def do_blocks(self, argument: str) -> None:
         """/blocks [on | off]: draw the blocks of the last answer, or draw them live while answers come."""
@@ -151,6 +153,8 @@ def _prompt_lines(loading: Loading) -> Iterator[str] | None:
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
         return None
+    # The prompt needs no cursor position; asking for it makes terminals that do not answer show a warning.
+    os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     prompt: PromptSession[str] = PromptSession(PROMPT, key_bindings=keys, prompt_continuation="... ")
@@ -162,15 +166,14 @@ def _prompt_lines(loading: Loading) -> Iterator[str] | None:
             if loading.error is not None:
                 prompt.app.exit(exception=loading.error)
 
-        import asyncio
-
         prompt.app.create_background_task(watch())
 
     return _until_end_of_input(lambda: prompt.prompt(pre_run=leave_if_loading_fails))
 
 
 def _plain_lines() -> Iterator[str]:
-    return _until_end_of_input(lambda: input(PROMPT))
+    yield from _until_end_of_input(lambda: input(PROMPT))
+    print()  # Ctrl-D leaves the cursor behind the prompt
 
 
 def _until_end_of_input(read: Callable[[], str]) -> Iterator[str]:
@@ -179,7 +182,6 @@ def _until_end_of_input(read: Callable[[], str]) -> Iterator[str]:
         try:
             line = read()
         except EOFError:
-            print()
             return
         except KeyboardInterrupt:
             print("Ctrl-D leaves.")

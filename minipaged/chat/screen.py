@@ -69,7 +69,7 @@ class TerminalScreen(PlainScreen):
 
     def note(self, line: str) -> None:
         """Write a dim line."""
-        self.console.print(line, style="dim", markup=False)
+        self.console.print(line, style="dim", markup=False, highlight=False, soft_wrap=False)
 
     def draw(self, memory: Memory) -> None:
         """Draw a picture of the cache in colours."""

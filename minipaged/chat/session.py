@@ -30,9 +30,9 @@ class Memory:
         wasted = self.waste.reserved + self.waste.internal + self.waste.external
         if isinstance(self.view, ArenaView):
             reserved = sum(own.length for own in self.view.ranges)
-            return f"{reserved:,} slots reserved, {wasted:,} wasted"
+            return f"{reserved} slots reserved · {wasted} wasted"
         used = self.view.num_blocks - len(self.view.free_ids)
-        return f"{used} of {self.view.num_blocks} blocks in use, {wasted} slots wasted"
+        return f"{used}/{self.view.num_blocks} blocks · {wasted} slots wasted"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Answer:
         speed = self.num_tokens / self.total_time if self.total_time > 0 else 0.0
         parts = [f"{self.num_tokens} tokens", f"{speed:.1f} tokens/s"]
         if self.time_to_first_token is not None:
-            parts.append(f"first token after {self.time_to_first_token:.2f} s")
-        parts.append(str(self.memory) if self.memory else "no cache: every token is recomputed at every step")
+            parts.append(f"first token {self.time_to_first_token:.2f} s")
+        parts.append(str(self.memory) if self.memory else "no cache")
         if self.finish_reason == "abort":
             parts.append("stopped")
         return " · ".join(parts)

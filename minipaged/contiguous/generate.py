@@ -11,6 +11,7 @@ from minipaged.errors import UserError
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.generate import EngineOptions, Sequence
 from minipaged.foundation.model import Attend, DecoderModel
+from minipaged.foundation.sampling_params import SamplingParams
 from minipaged.shapes import Float, Int, Tensor
 
 
@@ -30,24 +31,25 @@ class Engine(FoundationEngine):
 
     # -- what rung 0 left open
 
-    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+    def max_output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the smaller of the model's limit and the cache's. The last token needs no slot."""
-        free_slots = self.slots_per_sequence() - num_prompt_tokens
-        return min(super().max_output_tokens(num_prompt_tokens), free_slots + 1)
+        free_slots = self.slots_per_sequence(num_prompt_tokens, params) - num_prompt_tokens
+        return min(super().max_output_tokens(num_prompt_tokens, params), free_slots + 1)
 
-    def check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
+    def check_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
         """Refuse a prompt that the cache could not hold even if it were empty."""
-        prompt = super().check_prompt(prompt_token_ids)
-        if len(prompt) > self.slots_per_sequence():
+        prompt = super().check_prompt(prompt_token_ids, params)
+        room = self.slots_per_sequence(len(prompt), params)
+        if len(prompt) > room:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; the cache has room for {self.slots_per_sequence()} "
+                f"the prompt has {len(prompt)} tokens; the cache has room for {room} "
                 f"(num_blocks {self.options.num_blocks} x block_size {self.options.block_size})"
             )
         return prompt
 
     def decode(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
         """Run the newest token of each sequence; everything older is in the cache."""
-        slots = self.tensor([self.cache.append(seq.request_id) for seq in batch])
+        slots = self.tensor([self.cache.append(seq.seq_id) for seq in batch])
         token_ids = self.tensor([seq.output_token_ids[-1] for seq in batch])
         positions = self.tensor([seq.num_tokens - 1 for seq in batch])
         return self.model.forward(token_ids, positions, self.attend_decode(batch, slots))
@@ -65,7 +67,7 @@ class Engine(FoundationEngine):
 
     def release(self, seq: Sequence) -> None:
         """Give back the sequence's slots."""
-        self.cache.free(seq.request_id)
+        self.cache.free(seq.seq_id)
 
     def stats(self) -> dict[str, int]:
         """Return the counters; a block that is reserved in part counts as used."""
@@ -80,8 +82,8 @@ class Engine(FoundationEngine):
         self.cache = Arena(num_blocks * block_size, self.options.max_model_len)
         self.kv = allocate_kv(self.model, (self.cache.num_rows, self.cache.row_length))
 
-    def slots_per_sequence(self) -> int:
-        """Return how many slots one sequence can have at most."""
+    def slots_per_sequence(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Return how many slots a sequence of such a request can have at most."""
         return self.cache.row_length
 
     def can_admit(self, seq: Sequence) -> bool:
@@ -90,11 +92,11 @@ class Engine(FoundationEngine):
 
     def admit(self, seq: Sequence) -> None:
         """Reserve a row."""
-        self.cache.allocate(seq.request_id, len(seq.prompt_token_ids))
+        self.cache.allocate(seq.seq_id, len(seq.prompt_token_ids))
 
     def prompt_slots(self, seq: Sequence) -> list[int]:
         """Return the slots of the prompt's tokens."""
-        own = self.cache.ranges[seq.request_id]
+        own = self.cache.ranges[seq.seq_id]
         return list(range(own.start, own.start + own.num_tokens))
 
     def write(self, layer: int, k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int[Tensor, " T"]):

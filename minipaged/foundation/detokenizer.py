@@ -128,8 +128,7 @@ class TextStream:
             self._settle_broken(is_in_run, decode)
         elif not is_in_run:
             self._settle(len(text))
-            if text:
-                self._restart(self._pending, [], decode)
+            self._restart(self._pending, [], decode)
         elif len(self._pending) > _LONG_RUN:
             self._settle(len(text))
             if self._context:
@@ -143,8 +142,6 @@ class TextStream:
         if self._num_broken >= _CHARACTER_BYTES:
             # So many tokens are more than an incomplete character has: most of it stays as it is.
             held = min(held, _CHARACTER_BYTES - 1)
-        elif is_in_run:
-            return
         self._settle(len(self._pending_text) - held)
         if len(self._pending) > _LONG_WINDOW and not is_in_run:
             middle = len(self._pending) - _LONG_WINDOW // 2

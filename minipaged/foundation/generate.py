@@ -8,7 +8,7 @@ step reads, and at last who joins a batch and when.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +65,17 @@ class Result:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step added to one sequence. ``result`` is set on the last output of the sequence."""
+    """What one step added to one sequence.
+
+    ``result`` is set on the last output of the sequence, ``is_last`` on the last output of the whole request.
+    """
 
     request_id: int
     index: int
     token_ids: list[int]
     text: str
     result: Result | None = None
+    is_last: bool = False
 
 
 @dataclass(eq=False)
@@ -84,6 +88,7 @@ class Sequence:
     """
 
     request_id: int
+    seq_id: int  # names the sequence in the cache; a later rung has several sequences of one request
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
@@ -181,7 +186,8 @@ class Engine:
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.admitted: deque[Sequence] = deque()  # members of the batch whose prompt has not been through the model
         self.running: list[Sequence] = []  # members of the batch that have their first token
-        self._request_ids = itertools.count()
+        self.request_ids = itertools.count()
+        self.seq_ids = itertools.count()
 
     # -- the four verbs
 
@@ -191,14 +197,15 @@ class Engine:
         Raises:
             UserError: The prompt is empty, holds an id outside the vocabulary, or can never fit.
         """
-        prompt = self.check_prompt(prompt_token_ids)
+        prompt = self.check_prompt(prompt_token_ids, params)
         params = params.resolve(self.options.generation_config)
-        request_id = next(self._request_ids)
+        request_id = next(self.request_ids)
         eos = frozenset() if params.ignore_eos else self.options.eos_token_ids
-        limit = self.max_output_tokens(len(prompt))
+        limit = self.max_output_tokens(len(prompt), params)
         self.waiting.append(
             Sequence(
                 request_id=request_id,
+                seq_id=next(self.seq_ids),
                 prompt_token_ids=prompt,
                 params=params,
                 seed=self._seed_for(request_id, params),
@@ -226,26 +233,29 @@ class Engine:
             logits = self.decode(batch)
         else:
             return []
-        outputs = [self._append(seq, token) for seq, token in zip(batch, sample(logits, batch), strict=True)]
+        outputs = self.choose(batch, logits)
         self.running = [seq for seq in self.running if seq.finish_reason is None]
         return outputs
 
-    def abort(self, request_id: int) -> Result | None:
-        """Drop a request wherever it is and free what it holds; return what it had, None if it is not there."""
+    def abort(self, request_id: int) -> list[Result]:
+        """Drop a request wherever it is, free what it holds, and return what it had.
+
+        An id that is not there, because the request has ended or never was, gives an empty list.
+        """
+        dropped = []
         for queue in (self.waiting, self.admitted, self.running):
-            for seq in queue:
-                if seq.request_id == request_id:
-                    queue.remove(seq)
-                    if queue is not self.waiting:
-                        self.release(seq)
-                    seq.finish_reason = "abort"
-                    seq.text_stream.flush()
-                    return seq.result()
-        return None
+            for seq in [seq for seq in queue if seq.request_id == request_id]:
+                queue.remove(seq)
+                if queue is not self.waiting:
+                    self.release(seq)
+                seq.finish_reason = "abort"
+                seq.text_stream.flush()
+                dropped.append(seq.result())
+        return dropped
 
     # -- what a later rung changes
 
-    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+    def max_output_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return how many tokens a prompt of this length can get at most."""
         return self.options.max_model_len - num_prompt_tokens
 
@@ -267,6 +277,19 @@ class Engine:
         positions = self.tensor(list(itertools.chain.from_iterable(range(length) for length in lengths)))
         attend = self.attend_prefill(batch, starts)
         return self.model.forward(token_ids, positions, attend, starts[1:].long() - 1)
+
+    def choose(self, batch: list[Sequence], logits: Float[Tensor, "B V"]) -> list[StepOutput]:
+        """Choose the next token of each sequence, and release those that it ends."""
+        tokens = sample(logits, batch)
+        return [self.append(seq, token) for seq, token in zip(batch, tokens, strict=True)]
+
+    def append(self, seq: Sequence, sampled: SampledToken) -> StepOutput:
+        """Give one sequence its token."""
+        text = seq.append(sampled)
+        if seq.finish_reason is None:
+            return StepOutput(seq.request_id, seq.index, [sampled.token_id], text)
+        self.release(seq)
+        return StepOutput(seq.request_id, seq.index, [sampled.token_id], text, seq.result(), is_last=True)
 
     def decode(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
         """Return the logits of the next token: here by running every sequence from its first token again."""
@@ -292,8 +315,8 @@ class Engine:
         """Put a list of numbers on the model's device."""
         return torch.tensor(values, dtype=dtype, device=self.model.device)
 
-    def check_prompt(self, prompt_token_ids: Iterable[int]) -> list[int]:
-        """Return the prompt as a list, or refuse one that the engine can never serve."""
+    def check_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
+        """Return the prompt as a list, or refuse a request that the engine can never serve."""
         prompt = list(prompt_token_ids)
         if not prompt:
             raise UserError("the prompt is empty: it must hold at least one token")
@@ -326,15 +349,8 @@ class Engine:
             self.admitted.popleft()
         return group
 
-    def _append(self, seq: Sequence, sampled: SampledToken) -> StepOutput:
-        text = seq.append(sampled)
-        if seq.finish_reason is not None:
-            self.release(seq)
-        result = seq.result() if seq.finish_reason is not None else None
-        return StepOutput(seq.request_id, seq.index, [sampled.token_id], text, result)
 
-
-def _groups(batch: list[Sequence]) -> Iterable[list[Sequence]]:
+def _groups(batch: list[Sequence]) -> Iterator[list[Sequence]]:
     """Cut a batch into runs of at most `MAX_PREFILL_TOKENS` tokens, at least one sequence each."""
     group: list[Sequence] = []
     num_tokens = 0

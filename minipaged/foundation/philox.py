@@ -40,6 +40,7 @@ _MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 _CHILD_DOMAIN = 1
+_CACHED_TOKENS = 65_536
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -95,8 +96,9 @@ def gumbel_noise(
         V / 4 counters and 2 V logarithms a row: about 2 ms for 49,152 tokens on one CPU core.
     """
     groups = torch.arange((vocab_size + 3) // 4, device=device)[None, :]
-    # On a CPU one row's words stay in the cache and 32 rows' do not; a GPU wants few launches.
-    rows_at_once = 1 if groups.device.type == "cpu" else max(1, len(seeds))
+    # On a CPU the words of one row of a real vocabulary stay in the cache and those of a batch do not; a GPU
+    # wants few launches.
+    rows_at_once = max(1, _CACHED_TOKENS // vocab_size if groups.device.type == "cpu" else len(seeds))
     chunks = zip(
         seeds.to(device).split(rows_at_once), output_indices.to(device).split(rows_at_once), strict=True
     )

@@ -76,14 +76,14 @@ def causal_attention(
     window: int | None = None,
 ) -> Float[Tensor, "T H D"]:
     """Attend within each sequence by the definition, one sequence at a time; see `ops.causal_attention`."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q)
     for start, end in pairwise(query_starts.tolist()):
         length = end - start
         queries = q[start:end].float().transpose(0, 1)  # [H, L, D]
         keys, values = (x[start:end].float().transpose(0, 1).repeat_interleave(group, dim=0) for x in (k, v))
-        scores = queries @ keys.transpose(1, 2) * scale  # [H, L, L]
+        scores = queries @ keys.transpose(1, 2) * factor  # [H, L, L]
         hidden = ~visible_keys(length, 0, 0, window).to(q.device)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         out[start:end] = (weights @ values).transpose(0, 1).to(q.dtype)

@@ -91,7 +91,7 @@ class RopeConfig:
                     f"partial_rotary_factor {partial} is not supported; all of a head must rotate"
                 )
         theta = place.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
-        settings = {"theta": _number("rope_theta", theta, above=1.0)}
+        settings: dict[str, Any] = {"theta": _number("rope_theta", theta, above=1.0)}
         if rope_type in ("linear", "llama3", "yarn", "dynamic"):
             settings["factor"] = _number("factor", place.get("factor"), above=1.0)
         if rope_type in ("llama3", "yarn", "dynamic"):

@@ -30,14 +30,22 @@ class PagedCache:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.pool: BlockPool = (replacement("block_pool") or BlockPool)(num_blocks, block_size)
+        self.pool = self.make_pool(num_blocks, block_size)
         self.tables: dict[int, BlockTable] = {}
-        self._promised: dict[int, int] = {}  # blocks that a sequence may have at most
+        self._max_blocks: dict[int, int] = {}  # what each sequence may have at most
+
+    def make_pool(self, num_blocks: int, block_size: int) -> BlockPool:
+        """Make the pool."""
+        return (replacement("block_pool") or BlockPool)(num_blocks, block_size)
+
+    @property
+    def num_promised(self) -> int:
+        """Return how many blocks the running sequences may have at most, together."""
+        return sum(self._max_blocks.values())
 
     def can_admit(self, max_tokens: int) -> bool:
         """Return whether a sequence that may grow to ``max_tokens`` slots can enter."""
-        need = num_blocks_for(max_tokens, self.pool.block_size)
-        return sum(self._promised.values()) + need <= self.pool.num_blocks
+        return self.num_promised + num_blocks_for(max_tokens, self.pool.block_size) <= self.pool.num_blocks
 
     def allocate(self, seq_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
         """Make a block table for a prompt and promise the sequence room for ``max_tokens`` slots.
@@ -48,9 +56,12 @@ class PagedCache:
         if not self.can_admit(max_tokens):
             raise UserError(
                 f"{max_tokens} slots are not free: {self.pool.num_blocks} blocks of {self.pool.block_size} slots, "
-                f"{sum(self._promised.values())} of them promised"
+                f"{self.num_promised} of them promised"
             )
-        self._promised[seq_id] = num_blocks_for(max_tokens, self.pool.block_size)
+        self._start(seq_id, num_prompt_tokens, max_tokens)
+
+    def _start(self, seq_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
+        self._max_blocks[seq_id] = num_blocks_for(max_tokens, self.pool.block_size)
         self.tables[seq_id] = BlockTable(self.pool.block_size)
         for _ in range(num_prompt_tokens):
             self.append(seq_id)
@@ -59,7 +70,7 @@ class PagedCache:
         """Take the slot of the sequence's next token and return it; take a block first where the last is full."""
         table = self.tables[seq_id]
         if table.needs_block:
-            if len(table.block_ids) == self._promised[seq_id]:
+            if len(table.block_ids) == self._max_blocks[seq_id]:
                 raise UserError(f"sequence {seq_id} has all {len(table.block_ids)} blocks it was promised")
             table.block_ids.append(self.pool.allocate())
         table.num_tokens += 1
@@ -67,7 +78,7 @@ class PagedCache:
 
     def free(self, seq_id: int) -> None:
         """Give all blocks of a sequence back, the last one first."""
-        del self._promised[seq_id]
+        del self._max_blocks[seq_id]
         for block_id in reversed(self.tables.pop(seq_id).block_ids):
             self.pool.free(block_id)
 
@@ -87,7 +98,7 @@ class PagedCache:
         assert len(set(owned)) == len(owned), "a block stands in two tables"
         assert len(owned) + self.pool.num_free == self.pool.num_blocks, "a block is lost"
         assert not any(self.pool.is_free(block_id) for block_id in owned), "a free block stands in a table"
-        assert sum(self._promised.values()) <= self.pool.num_blocks
+        assert self.num_promised <= self.pool.num_blocks
         for seq_id, table in self.tables.items():
             table.check()
-            assert len(table.block_ids) <= self._promised[seq_id]
+            assert len(table.block_ids) <= self._max_blocks[seq_id]

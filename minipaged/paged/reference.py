@@ -62,7 +62,7 @@ def paged_attention_padded(
 
     The G query heads of a KV head are given as G query tokens of one head, so K and V are not repeated.
     """
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, _, head_dim = q.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
     length = int(seq_lens.max()) if num_seqs else 0
     if length == 0:

@@ -1,7 +1,8 @@
 """Drawings as text: plain with ``str``, in colours with ``rich``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, TableView, hue, letter
@@ -167,7 +168,7 @@ def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
     for start in range(0, view.num_slots, columns * group):
         stop = min(start + columns * group, view.num_slots)
         marks = [_arena_mark(view, i, min(i + group, stop)) for i in range(start, stop, group)]
-        rows.append((Span(f"{start:>{label_width}} "), *marks))
+        rows.append((Span(f"{start:>{label_width}} "), *_merged(marks)))
     num_reserved = sum(own.length for own in view.ranges)
     num_tokens = sum(own.num_tokens for own in view.ranges)
     heading = (
@@ -199,6 +200,12 @@ def _fit(count: int, width: int, max_rows: int) -> tuple[int, int]:
     while columns * max(1, max_rows) * group < count:
         group *= 2
     return columns, group
+
+
+def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+    """Join neighbours of one look: a terminal draws a few long spans faster than many short ones."""
+    for (color, is_filled), run in groupby(spans, key=lambda span: (span.color, span.is_filled)):
+        yield Span("".join(span.text for span in run), color, is_filled)
 
 
 def _scale(group: int, things: str) -> str:
@@ -255,7 +262,7 @@ def _map_rows(view: PoolView, columns: int, group: int, id_width: int) -> list[L
     for start in range(0, view.num_blocks, columns * group):
         stop = min(start + columns * group, view.num_blocks)
         marks = [_group_mark(view, range(i, min(i + group, stop)), holders) for i in range(start, stop, group)]
-        rows.append((Span(f"{start:>{id_width}} "), *marks))
+        rows.append((Span(f"{start:>{id_width}} "), *_merged(marks)))
     return rows
 
 

@@ -1,160 +1,17 @@
-"""Choosing tokens: parameters and their checks, extreme values, filters against an oracle, seeds, log-probabilities."""
+"""Choosing tokens: extreme values, penalties, the distribution, seeds and log-probabilities."""
 
 import dataclasses
 import json
 import math
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from minipaged.errors import UserError
-from minipaged.foundation.philox import child_seed, gumbel_noise, seed_tensor
-from minipaged.foundation.sampling import InvalidLogitsError, SamplingParams, sample
-
-NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-@dataclass
-class Sequence:
-    params: SamplingParams
-    seed: int = 42
-    prompt_token_ids: list[int] = field(default_factory=lambda: [0])
-    output_token_ids: list[int] = field(default_factory=list)
-    end_token_ids: frozenset[int] = frozenset()
-
-
-def sequence(seed: int = 42, output: Any = (), prompt: Any = (0,), end: Any = (), **params: Any) -> Sequence:
-    resolved = SamplingParams(**params).resolve({})
-    return Sequence(resolved, seed, list(prompt), list(output), frozenset(end))
-
-
-def choose(logits: Any, *sequences: Sequence) -> list[int]:
-    return [token.token_id for token in sample(torch.as_tensor(logits), sequences)]
-
-
-def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-# Parameters ------------------------------------------------------------------------------------------------------
-
-REFUSED = [
-    ("temperature", [-0.1, -1, math.nan, math.inf, "1", True, [1.0], 10**400], "0 or more"),
-    ("top_k", [-2, -5, 5.0, "5", True, math.nan], "-1 or 0 for no limit"),
-    ("top_p", [0, 0.0, -0.1, 1.0001, 2, math.nan, math.inf, "0.5", True], "above 0 and at most 1"),
-    ("min_p", [-0.1, 1.1, math.nan, False], "between 0 and 1"),
-    ("repetition_penalty", [0, -1, math.nan, math.inf, True, "x"], "above 0"),
-    ("presence_penalty", [-2.1, 2.1, math.nan, None, True], "between -2 and 2"),
-    ("frequency_penalty", [-2.1, 2.1, math.inf, None, "0"], "between -2 and 2"),
-    ("seed", [-1, 2**64, 1.0, "1", True], "from 0 to 2**64 - 1"),
-    ("max_tokens", [0, -1, 1.5, "5", True], "1 or more"),
-    ("min_tokens", [-1, 1.0, None, True, 257], ""),
-    ("logprobs", [-1, 21, True, 1.0], "from 0 to 20"),
-    ("stop", ["", ["a", ""], [1], 5, b"a", {"a": 1}], "strings"),
-    ("stop_token_ids", [[-1], [1.5], ["1"], [True], 3, "12"], ""),
-    ("include_stop_str_in_output", [1, None, "yes"], "True or False"),
-    ("ignore_eos", [0, None], "True or False"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"), [(name, value, text) for name, values, text in REFUSED for value in values]
-)
-def test_a_value_out_of_range_is_refused_with_the_field_and_the_range(
-    name: str, value: Any, allowed: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        SamplingParams(**{name: value})
-    assert str(error.value).startswith(name)
-    assert allowed in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("temperature", [0, 1e-6, 1, 2.0, 1e30]),
-        ("top_k", [-1, 0, 1, 9999999, 10**30]),
-        ("top_p", [1e-6, 1, 1.0]),
-        ("min_p", [0, 1]),
-        ("repetition_penalty", [1e-3, 1, 1.3]),
-        ("presence_penalty", [-2, 2, 0.5]),
-        ("frequency_penalty", [-2, 2]),
-        ("seed", [0, 2**53, 2**63, 2**64 - 1, None]),
-        ("max_tokens", [1, None, 10**9]),
-        ("min_tokens", [0, 256]),
-        ("logprobs", [None, 0, 20]),
-    ],
-)
-def test_the_ends_of_each_range_are_accepted(name: str, values: list[Any]) -> None:
-    for value in values:
-        params = SamplingParams(**{name: value}).resolve({})
-        assert value is None or getattr(params, name) == value
-
-
-def test_min_tokens_must_not_exceed_max_tokens() -> None:
-    with pytest.raises(UserError, match="min_tokens must be at most max_tokens = 3, not 4"):
-        SamplingParams(min_tokens=4, max_tokens=3)
-    assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
-    assert SamplingParams(min_tokens=10_000, max_tokens=None).min_tokens == 10_000
-
-
-def test_params_are_frozen_keyword_only_and_hold_tuples() -> None:
-    params = SamplingParams(stop="x", stop_token_ids=[1, 2])
-    assert (params.stop, params.stop_token_ids) == (("x",), (1, 2))
-    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
-    hash(params)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.top_k = 3  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        SamplingParams(0.5)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("name", list(NEUTRAL))
-def test_defaults_come_from_the_request_then_the_generation_config_then_neutral(name: str) -> None:
-    from_model = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.1}
-    assert getattr(SamplingParams().resolve(from_model), name) == from_model[name]
-    assert getattr(SamplingParams().resolve({}), name) == NEUTRAL[name]
-    assert getattr(SamplingParams().resolve({name: None}), name) == NEUTRAL[name]
-    assert getattr(SamplingParams(**{name: NEUTRAL[name]}).resolve(from_model), name) == NEUTRAL[name]
-
-
-def test_an_explicit_temperature_0_wins_over_the_model() -> None:
-    assert SamplingParams(temperature=0).resolve({"temperature": 0.7, "do_sample": True}).temperature == 0
-
-
-def test_a_model_that_says_do_sample_false_is_greedy_unless_asked() -> None:
-    config = {"do_sample": False, "temperature": 0.7, "top_k": 50, "repetition_penalty": 1.2}
-    params = SamplingParams().resolve(config)
-    assert (params.temperature, params.top_k, params.repetition_penalty) == (0, 0, 1.2)
-    assert SamplingParams(temperature=0.5).resolve(config).temperature == 0.5
-
-
-def test_a_bad_generation_config_is_refused_by_name_and_only_when_it_is_used() -> None:
-    with pytest.raises(UserError, match="generation_config cannot be used: top_p must be"):
-        SamplingParams().resolve({"top_p": 1.5})
-    assert SamplingParams(top_p=0.5).resolve({"top_p": 1.5}).top_p == 0.5
-
-
-def test_resolving_keeps_a_subclass_and_its_fields() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Params(SamplingParams):
-        n: int = 1
-
-    resolved = Params(n=3, stop="x").resolve({"top_k": 7})
-    assert (type(resolved), resolved.n, resolved.top_k, resolved.stop) == (Params, 3, 7, ("x",))
-
-
-def test_unresolved_params_are_named_instead_of_guessed() -> None:
-    with pytest.raises(TypeError, match="repetition_penalty is None"):
-        choose([[1.0, 0.0]], Sequence(SamplingParams()))
-
-
-# Extreme values --------------------------------------------------------------------------------------------------
+from minipaged.foundation.philox import child_seed
+from minipaged.foundation.sampling import InvalidLogitsError, sample
+from tests.fake_sequences import choose, random_logits, sequence
 
 GAP = [[0.0, 20.0, 0.0, -20.0, 0.0, 0.0, 0.0, -math.inf]]
 
@@ -239,133 +96,6 @@ def test_a_single_bad_logit_raises_too(bad: float) -> None:
     assert error.value.rows == [2]
 
 
-# Filters ---------------------------------------------------------------------------------------------------------
-
-
-def oracle(logits: torch.Tensor, seq: Sequence) -> int:
-    """Choose one row's token with Python lists and double precision."""
-    p = seq.params
-    values = logits.double().tolist()
-    for token_id in {*seq.prompt_token_ids, *seq.output_token_ids}:
-        value = values[token_id]
-        values[token_id] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
-    for token_id in set(seq.output_token_ids):
-        count = seq.output_token_ids.count(token_id)
-        values[token_id] -= p.presence_penalty + p.frequency_penalty * count
-    if len(seq.output_token_ids) < p.min_tokens:
-        for token_id in seq.end_token_ids:
-            values[token_id] = -math.inf
-    if p.temperature == 0:
-        return values.index(max(values))
-    best = max(values)
-    scores = [(value - best) / p.temperature for value in values]
-    kept = sorted(range(len(scores)), key=lambda token_id: (-scores[token_id], token_id))
-    if p.top_k > 0:
-        kept = kept[: p.top_k]
-    if p.top_p < 1:
-        total = sum(math.exp(scores[token_id]) for token_id in kept)
-        before, nucleus = 0.0, []
-        for token_id in kept:
-            if before < p.top_p * total:
-                nucleus.append(token_id)
-            before += math.exp(scores[token_id])
-        kept = nucleus
-    kept = [token_id for token_id in kept if math.exp(scores[token_id]) >= p.min_p]
-    noise = gumbel_noise(
-        seed_tensor([seq.seed]), torch.tensor([len(seq.output_token_ids)]), len(scores), "cpu"
-    )[0].tolist()
-    return max(sorted(kept), key=lambda token_id: scores[token_id] + noise[token_id])
-
-
-def random_sequence(generator: random.Random, vocab_size: int) -> Sequence:
-    def pick(*values: Any) -> Any:
-        return generator.choice(values)
-
-    output = [generator.randrange(vocab_size) for _ in range(generator.randrange(6))]
-    return sequence(
-        seed=generator.getrandbits(64),
-        prompt=[generator.randrange(vocab_size) for _ in range(3)],
-        output=output * 2,
-        end=[generator.randrange(vocab_size) for _ in range(2)],
-        temperature=pick(0, 0.3, 1, 1, 2.5),
-        top_k=pick(-1, 0, 1, 3, 40, vocab_size - 1, vocab_size, vocab_size + 1),
-        top_p=pick(1, 1, 0.05, 0.5, 0.9003, 0.9999),
-        min_p=pick(0, 0, 0.0503, 0.7),
-        repetition_penalty=pick(1, 1, 1.3, 0.7),
-        presence_penalty=pick(0, 0, 1.1, -1.1),
-        frequency_penalty=pick(0, 0, 0.6),
-        min_tokens=pick(0, 4),
-    )
-
-
-@pytest.mark.parametrize("vocab_size", [2, 7, 300, 3001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixed_batch_equals_the_oracle_row_by_row(vocab_size: int, dtype: torch.dtype) -> None:
-    generator = random.Random(vocab_size)
-    for round_number in range(6):
-        logits = random_logits(16, vocab_size, round_number).to(dtype)
-        sequences = [random_sequence(generator, vocab_size) for _ in range(16)]
-        for seq in sequences:  # two end tokens of a vocabulary of two leave nothing to choose
-            seq.end_token_ids = frozenset(list(seq.end_token_ids)[: vocab_size - 1])
-        expected = [oracle(row, seq) for row, seq in zip(logits, sequences, strict=True)]
-        assert choose(logits, *sequences) == expected
-
-
-@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 9, "top_p": 0.3}])
-def test_ties_at_the_boundary_go_to_the_lower_ids(params: dict[str, Any]) -> None:
-    for vocab_size in (10, 700):  # above 512 tokens are looked up in two goes
-        logits = torch.full((1, vocab_size), -60.0)
-        logits[0, -10:] = 1.5
-        first = vocab_size - 10
-        expected = set(range(first, first + (3 if "top_p" not in params or "top_k" not in params else 3)))
-        assert {choose(logits, sequence(seed, **params))[0] for seed in range(300)} == expected
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    logits = torch.zeros(2, 5000)
-    logits[0, [77, 1234, 4999]] = 3
-    assert choose(logits, sequence(temperature=0), sequence(temperature=0)) == [77, 0]
-    assert choose(logits.bfloat16(), sequence(temperature=0), sequence(temperature=0)) == [77, 0]
-
-
-def test_min_p_1_keeps_all_tokens_equal_to_the_best() -> None:
-    logits = [[2.0, 1.9, 2.0, 2.0]]
-    assert {choose(logits, sequence(seed, min_p=1))[0] for seed in range(100)} == {0, 2, 3}
-
-
-def test_top_p_counts_the_distribution_that_top_k_left() -> None:
-    # Probabilities 0.4, 0.3, 0.2, 0.1; the best two alone are 4/7 and 3/7, so 0.5 keeps one of them.
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    assert {choose(logits, sequence(seed, top_k=2, top_p=0.5))[0] for seed in range(100)} == {0}
-    assert {choose(logits, sequence(seed, top_p=0.5))[0] for seed in range(100)} == {0, 1}
-
-
-def test_filters_come_after_the_temperature() -> None:
-    logits = torch.tensor([[0.6, 0.4]]).log()
-    assert {choose(logits, sequence(seed, top_p=0.55))[0] for seed in range(100)} == {0}
-    assert {choose(logits, sequence(seed, top_p=0.55, temperature=3))[0] for seed in range(100)} == {0, 1}
-
-
-def test_a_flat_row_needs_more_than_the_first_candidates_and_gets_them() -> None:
-    logits = random_logits(1, 20_000) * 0.01
-    seq = sequence(top_p=0.9)
-    for seq.seed in range(5):
-        assert choose(logits, seq) == [oracle(logits[0], seq)]
-    assert len({choose(logits, sequence(seed, top_p=0.9))[0] for seed in range(20)}) == 20
-
-
-@pytest.mark.parametrize("top_k", [511, 512, 513, 8192, 8193])
-def test_a_top_k_about_the_number_of_candidates_equals_the_oracle(top_k: int) -> None:
-    logits = random_logits(1, 9000) * 0.01
-    for params in ({"top_p": 1}, {"top_p": 0.999}):
-        seq = sequence(top_k=top_k, **params)
-        for seq.seed in range(3):
-            assert choose(logits, seq) == [oracle(logits[0], seq)]
-
-
-# Penalties and end tokens ----------------------------------------------------------------------------------------
-
-
 def test_the_repetition_penalty_counts_prompt_and_output() -> None:
     logits = [[2.0, 1.9, 1.8, -5.0]]
     assert choose(logits, sequence(temperature=0, repetition_penalty=1.5, prompt=[0])) == [1]
@@ -404,9 +134,6 @@ def test_no_end_token_is_chosen_before_min_tokens(temperature: float) -> None:
 def test_a_row_whose_tokens_are_all_banned_raises() -> None:
     with pytest.raises(InvalidLogitsError):
         choose([[0.0, 1.0]], sequence(min_tokens=1, end=[0, 1]))
-
-
-# Distribution and seeds ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.2}])
@@ -495,8 +222,6 @@ def test_children_of_one_seed_differ_and_come_again() -> None:
     assert len({tuple(child) for child in children}) == 3
     assert [run_16_steps([5, *seeds], index + 1) for index in range(3)] == children
 
-
-# Log-probabilities -----------------------------------------------------------------------------------------------
 
 RAW = [-0.4402, -1.4402, -2.4402, -3.4402]
 

@@ -1,0 +1,294 @@
+"""Compile every kernel for GPUs that need not be here, and check what the compiler made of it.
+
+    python -m minipaged.compile_gate            all shapes, fp16, bf16 and fp32, three GPU generations
+    python -m minipaged.compile_gate --quick    one shape of each kernel in bf16
+
+The launchers run on tensors without memory, and their launches are caught and compiled instead: what is checked
+is what would run, tile sizes and all. A compiled kernel must not spill registers to memory, must fit into the
+shared memory of its GPU, and must use matrix instructions where it multiplies matrices. In fp32, which exists to
+check the rest, it only has to compile and fit. No function of a kernel module may be left out.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from minipaged import launch
+
+SHARED_KB = {(8, 0): 163, (8, 9): 99, (9, 0): 227}
+"""Compute capabilities to compile for (A100, RTX 4090, H100), with the KB of shared memory a program may have."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
+
+Shape = str | tuple[str, torch.dtype]
+"""Axes by the letters of `minipaged.shapes`, for a tensor of the dtype that is compiled for or of a given one."""
+
+ARGUMENTS: dict[str, list[Shape | float]] = {
+    "foundation.rms_norm": ["T E", "E", 1e-6],
+    "foundation.rotary": ["T H D", "T K D", ("T D/2", torch.float32), ("T D/2", torch.float32)],
+    "foundation.silu_mul": ["T F", "T F"],
+    "foundation.causal_attention": ["T H D", "T K D", "T K D", ("B", torch.int32)],
+    "contiguous.contiguous_attention": ["B H D", "B L K D", "B L K D", ("B", torch.int32)],
+    "paged.write_slots": ["T K D", "T K D", "N S K D", "N S K D", ("T", torch.int64)],
+    "paged.paged_attention": ["B H D", "N S K D", "N S K D", ("B M", torch.int32), ("B", torch.int32)],
+    "sharing.copy_blocks": ["N S K D", ("N 2", torch.int64)],
+}
+"""The positional arguments of every launcher, as ``rung.operation``."""
+
+HEADS = [(32, 8, 128), (9, 3, 64), (28, 4, 128), (12, 12, 80), (32, 32, 96), (48, 2, 64), (71, 1, 64), (8, 4, 256)]
+"""Query heads, KV heads and head sizes to compile; ``--quick`` takes the first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a launcher: sizes by letter, and keyword arguments."""
+
+    op: str
+    sizes: dict[str, int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = self.sizes | {name: value for name, value in self.options.items() if name != "scale"}
+        return f"{self.op}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def call(self, dtype: torch.dtype) -> None:
+        """Call the launcher on tensors without memory."""
+        rung, op = self.op.split(".")
+        launcher = getattr(importlib.import_module(f"minipaged.{rung}.kernels"), op)
+        arguments = [self.make(spec, dtype) for spec in ARGUMENTS[self.op]]
+        launcher(*arguments, **{name: self.make(value, dtype) for name, value in self.options.items()})
+
+    def make(self, spec: Any, dtype: torch.dtype) -> Any:
+        """Return an empty tensor for a shape, and anything else as it is."""
+        if isinstance(spec, str):
+            spec = (spec, dtype)
+        if not isinstance(spec, tuple):
+            return spec
+        sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "2": 2, **self.sizes}
+        sizes["D/2"] = sizes.get("D", 0) // 2
+        return torch.empty([sizes[axis] for axis in spec[0].split()], dtype=spec[1], device="cuda")
+
+
+def all_cases() -> list[Case]:
+    """Return the calls to compile, for each launcher the commonest shape first."""
+    attention = [op for op in ARGUMENTS if op.endswith("attention")]
+    cases = [Case("foundation.rms_norm", {"E": width}, {"residual": "T E"}) for width in (2048, 8192)]
+    cases += [Case("foundation.rms_norm", {"E": width}) for width in (64, 2048)]
+    cases += [Case("foundation.silu_mul", {"F": width}) for width in (8192, 1000)]
+    for num_heads, num_kv_heads, head_dim in HEADS:
+        sizes = {"H": num_heads, "K": num_kv_heads, "D": head_dim, "S": 16}
+        cases += [Case("foundation.rotary", sizes), *[Case(op, sizes, attend()) for op in attention]]
+    sizes = {"H": 32, "K": 8, "D": 128}
+    cases += [Case(op, sizes | {"S": 16}, attend(window=4096)) for op in attention]
+    cases += [Case("paged.paged_attention", sizes | {"S": slots}, attend()) for slots in (1, 5, 256)]
+    for op in ("paged.write_slots", "sharing.copy_blocks"):
+        cases += [Case(op, {"K": 8, "D": head_dim, "S": 16}) for head_dim in (128, 80)]
+    return cases
+
+
+def attend(window: int | None = None) -> dict[str, Any]:
+    """Return the options of an attention operation."""
+    return {"scale": 1.0, "window": window}
+
+
+def quick_cases() -> list[Case]:
+    """Return the first case of every launcher."""
+    return list({case.op: case for case in reversed(all_cases())}.values())
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as caught: the kernel, its arguments by name, and the compiler's options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def catch_launch(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> Launch:
+    """Call the case's launcher as on a GPU of this capability and return what it would have launched."""
+    from triton.runtime.jit import JITFunction
+
+    launches = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        options = {name: keywords.pop(name) for name in [*keywords] if name not in kernel.arg_names}
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+        assert len(arguments) == len(kernel.arg_names) and all(size > 0 for size in grid), kernel.__name__
+        launches.append(Launch(kernel, arguments, options))
+
+    fake_gpu = patch.object(launch, "compute_capability", lambda device: capability)
+    with FakeTensorMode(), fake_gpu, patch.object(JITFunction, "run", run):
+        case.call(dtype)
+    assert len(launches) == 1, f"{case} launched {len(launches)} kernels"
+    return launches[0]
+
+
+def compile_launch(launch: Launch, capability: tuple[int, int]) -> Any:
+    """Compile a launch for a GPU, pointers taken to be multiples of 16 bytes as PyTorch's are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, name) in enumerate(zip(launch.kernel.params, launch.kernel.arg_names, strict=True)):
+        value = launch.arguments[name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif torch.is_tensor(value):
+            signature[name], attributes[(i,)] = f"*{TYPE_NAMES[value.dtype]}", [["tt.divisibility", 16]]
+        else:
+            assert isinstance(value, float) or parameter.do_not_specialize, f"{name} would be compiled anew"
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    return triton.compile(source, target=target, options=launch.options)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one kernel was compiled to."""
+
+    kernel: str
+    case: str
+    dtype: str
+    capability: tuple[int, int]
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    has_dot: bool
+    has_matrix_instructions: bool
+
+    def faults(self) -> Iterator[str]:
+        """Yield what breaks a rule."""
+        limit = SHARED_KB[self.capability] * 1024
+        if self.shared_bytes > limit:
+            yield f"takes {self.shared_bytes} bytes of shared memory, more than {limit}"
+        if self.dtype != "fp32" and self.stack_bytes:
+            yield f"spills {self.stack_bytes} bytes of registers"
+        if self.dtype != "fp32" and self.has_dot and not self.has_matrix_instructions:
+            yield "multiplies matrices without matrix instructions"
+
+    def __str__(self) -> str:
+        name = f"sm_{self.capability[0]}{self.capability[1]} {self.dtype}"
+        return f"{name} {self.case}: {self.registers} registers, {self.shared_bytes} bytes shared"
+
+
+def inspect_compiled(compiled: Any, case: Case, dtype: str, capability: tuple[int, int]) -> Report:
+    """Read registers and stack out of the binary. Triton itself learns them only when a GPU loads it."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return Report(
+        kernel=compiled.metadata.name,
+        case=str(case),
+        dtype=dtype,
+        capability=capability,
+        registers=int(found[1]),
+        stack_bytes=int(found[2]),
+        shared_bytes=compiled.metadata.shared,
+        has_dot="tt.dot" in compiled.asm["ttir"],
+        has_matrix_instructions=bool(re.search(r"\b(wgmma\.mma_async|mma\.sync)\.", compiled.asm["ptx"])),
+    )
+
+
+def compile_case(job: tuple[Case, str, tuple[int, int]]) -> Report:
+    """Do one job of the gate."""
+    case, dtype, capability = job
+    caught = catch_launch(case, DTYPES[dtype], capability)
+    return inspect_compiled(compile_launch(caught, capability), case, dtype, capability)
+
+
+def package_functions() -> dict[str, Any]:
+    """Return every ``@triton.jit`` function that a kernel module of the package defines, by name."""
+    from triton.runtime.jit import JITFunction
+
+    package = Path(__file__).parent
+    functions = {}
+    for path in sorted(package.rglob("kernels.py")):
+        module = importlib.import_module(".".join(("minipaged", *path.relative_to(package).with_suffix("").parts)))
+        for name, value in vars(module).items():
+            if isinstance(value, JITFunction) and value.__module__ == module.__name__:
+                assert name not in functions, f"two functions of kernels are called {name}"
+                functions[name] = value
+    return functions
+
+
+def missing_functions(functions: dict[str, Any], compiled: set[str]) -> set[str]:
+    """Return the functions that are neither among the compiled kernels nor called by one, directly or not."""
+    waiting, reached = list(compiled), set()
+    while waiting:
+        name = waiting.pop()
+        if name in functions and name not in reached:
+            reached.add(name)
+            tree = ast.parse(inspect.getsource(functions[name].fn))
+            waiting += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return set(functions) - reached
+
+
+def run_gate(quick: bool) -> int:
+    """Compile everything in this process and its workers, print what is wrong, and return the exit code."""
+    import triton
+
+    start = time.monotonic()
+    cases = quick_cases() if quick else all_cases()
+    jobs = [(c, dtype, gpu) for c in cases for gpu in SHARED_KB for dtype in (["bf16"] if quick else DTYPES)]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        reports = list(pool.map(compile_case, jobs))
+    faults = [f"{report}: {fault}" for report in reports for fault in report.faults()]
+    functions = package_functions()
+    left_out = missing_functions(functions, {report.kernel for report in reports})
+    faults += [f"{name}: no kernel that was compiled reaches this function" for name in sorted(left_out)]
+    print(*faults, sep="\n", end="\n" if faults else "")
+    num_kernels = len({report.kernel for report in reports})
+    by_gpu = Counter(f"sm_{major}{minor}" for _, _, (major, minor) in jobs)
+    print(
+        f"Triton {triton.__version__}: {num_kernels} kernels, {len(functions)} functions, {len(reports)} compiled "
+        f"({', '.join(f'{name} {count}' for name, count in by_gpu.items())}), {len(faults)} faults, "
+        f"{time.monotonic() - start:.0f} s"
+    )
+    return 1 if faults else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the gate in a new process: with the real compiler, and a cache in which no old result can hide an error."""
+    parser = argparse.ArgumentParser(prog="python -m minipaged.compile_gate", description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one shape of each kernel in bf16")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.here:
+        return run_gate(options.quick)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "minipaged.compile_gate", "--here", *["--quick"] * options.quick]
+        return subprocess.run(command, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Rung 1's operation as a Triton kernel, and the parts of decode attention that every later rung shares.
+
+A sequence's keys are cut at multiples of SPLIT. Each piece is summed on its own, and the pieces are folded together
+from left to right. Where the cuts are depends on the token's position alone: whether one program walks all pieces
+or several programs take one each, the same numbers are added in the same order, so the result has the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from minipaged.foundation.kernels import absorb, normalized
+from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, decode_tiles, padded
+from minipaged.shapes import Float, Int, Tensor
+
+SPLIT = tl.constexpr(1024)
+"""Tokens between two cuts. Shorter pieces keep more programs busy with one long sequence; each fold costs time."""
+
+
+def contiguous_attention(
+    q: Float[Tensor, "B H D"],
+    k: Float[Tensor, "B L K D"],
+    v: Float[Tensor, "B L K D"],
+    seq_lens: Int[Tensor, " B"],
+    *,
+    scale: float,
+    window: int | None,
+) -> Float[Tensor, "B H D"]:
+    """Launch `contiguous_attention_kernel`; see `ops.contiguous_attention`."""
+    check_tensors("contiguous_attention", q, k, v)
+    check_indices("contiguous_attention", q, torch.int32, seq_lens)
+    check_heads("contiguous_attention", q, k)
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    tiles = decode_tiles(q)
+    out = torch.empty_like(q)
+    if num_seqs:
+        contiguous_attention_kernel[(num_kv_heads, num_seqs)](
+            q, k, v, out, seq_lens, k.shape[1], LOG2_E * scale,
+            NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, WINDOW=window,
+            TILE_GROUP=padded(num_heads // num_kv_heads, minimum=tiles.queries), TILE_KEYS=tiles.keys,
+            TILE_DIM=padded(head_dim, minimum=16),
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["row_length"])
+def contiguous_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, seq_lens_ptr, row_length, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Program (j, b) computes the group of query heads that share KV head j, for sequence b.
+
+    The group's heads are the rows of one matrix product, so K and V are read once for all of them.
+
+    Loop invariants: the outer state holds the pieces before ``split``, the inner one the keys of this piece before
+    ``start``. A row without keys runs no loop and gives zeros.
+    """
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    first = first_visible(seq_len, WINDOW)
+    dim = tl.arange(0, TILE_DIM)
+    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
+    for split in range(first // SPLIT * SPLIT, seq_len, SPLIT):
+        split_max, split_sum, split_acc = no_keys(TILE_GROUP, TILE_DIM)
+        begin = tl.maximum(split, first // TILE_KEYS * TILE_KEYS)
+        for start in range(begin, tl.minimum(split + SPLIT, seq_len), TILE_KEYS):
+            token = start + tl.arange(0, TILE_KEYS)
+            visible = (token >= first) & (token < seq_len)
+            slot = seq.to(tl.int64) * row_length + token
+            at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
+            mask = visible[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(k_ptr + at, mask=mask, other=0.0)
+            v = tl.load(v_ptr + at, mask=mask, other=0.0)  # zeros where hidden: a weight of 0 times NaN is NaN
+            split_max, split_sum, split_acc = attend_tile(q, k, v, visible, scale, split_max, split_sum, split_acc)
+        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    out = normalized(row_sum, acc)
+    store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+
+
+@triton.jit
+def attend_tile(q, k, v, visible, scale, row_max, row_sum, acc):
+    """Take one tile of keys [keys, D] into the state of a group of query heads. ``visible`` has one flag per key."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    # Replaced, not added to: -inf added to a NaN would stay NaN.
+    scores = tl.where(visible[None, :], scores, float("-inf"))
+    row_max, row_sum, acc = absorb(scores, v, row_max, row_sum, acc)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def fold(max_a, sum_a, acc_a, max_b, sum_b, acc_b):
+    """Merge the states of two disjoint sets of keys; either may be empty.
+
+    Invariants:
+        Callers fold pieces from left to right. Sums of floats depend on their order, and all programs of all rungs
+        that attend to a split sequence must agree on one.
+    """
+    new_max = tl.maximum(max_a, max_b)
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    fade_a = tl.exp2(max_a - pivot)
+    fade_b = tl.exp2(max_b - pivot)
+    new_sum = sum_a * fade_a + sum_b * fade_b
+    return new_max, new_sum, acc_a * fade_a[:, None] + acc_b * fade_b[:, None]
+
+
+@triton.jit
+def no_keys(TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr):
+    """Return the state of query heads that have seen no key: (max, sum, acc)."""
+    row_max = tl.full([TILE_GROUP], float("-inf"), tl.float32)
+    row_sum = tl.zeros([TILE_GROUP], tl.float32)
+    acc = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def first_visible(seq_len, WINDOW: tl.constexpr):
+    """Return the first token that the newest one sees."""
+    first = 0
+    if WINDOW is not None:
+        first = tl.maximum(seq_len - WINDOW, 0)
+    return first
+
+
+@triton.jit
+def group_at(
+    seq, kv_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return where the query heads of a KV head lie in ``[B, H, D]``, and which of the padded places exist."""
+    row = tl.arange(0, TILE_GROUP)
+    dim = tl.arange(0, TILE_DIM)
+    head = (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row
+    return head[:, None] * HEAD_DIM + dim[None, :], (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def load_group(
+    q_ptr, seq, kv_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Load the query heads of a KV head as rows, zeros where padded."""
+    at, mask = group_at(seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    return tl.load(q_ptr + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_group(
+    out_ptr, out, seq, kv_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Store the rows that exist; a padded row would land in the next KV head's."""
+    at, mask = group_at(seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)

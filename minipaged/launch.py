@@ -1,0 +1,131 @@
+"""What the launchers of all kernels share: the checks of their arguments and the tile sizes.
+
+A tile is the piece of a tensor that one program holds at a time. Tile sizes are chosen from a table, not tried out
+while the program runs: trying out would make the first calls slow and cannot happen inside a CUDA graph.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from minipaged.errors import UserError
+from minipaged.shapes import Tensor
+
+LOG2_E = 1.4426950408889634
+"""Kernels compute ``exp2(x * LOG2_E)`` for ``exp(x)``: GPUs have an instruction for powers of two only."""
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+"""With larger heads the running sums of one tile no longer fit in the registers."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How an attention kernel is cut: rows of queries, keys per step, warps per program, steps in flight."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# Two things limit a tile. Shared memory: a stage holds one tile of K and one of V, 2 x keys x head_dim x bytes (32 KB
+# for 64 keys of 128 half-precision entries). Registers: the running sums of a tile, queries x head_dim in fp32, stay
+# in them all the time; on GPUs before 9.0 the operands of the matrix instructions do too, so keys are halved there.
+# More queries per tile read K and V less often. One query token's group of heads needs 16 rows mostly: decode is all
+# about keeping reads of K and V in flight. The inner keys are limits of the head size, padded to a power of two.
+PREFILL_TILES = {
+    "9.0": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "8.0": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
+    "small": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 2)},
+}
+DECODE_TILES = {
+    "9.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "8.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
+    "small": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 2)},
+}
+# fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
+PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
+DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
+
+
+def prefill_tiles(q: Tensor) -> Tiles:
+    """Return the tiles for attention of many query tokens. They depend on nothing but device, dtype and head size.
+
+    Invariants:
+        Not on lengths or the number of sequences: tile edges decide in which order numbers are added, so a token's
+        bits would change with its neighbours.
+    """
+    return PREFILL_TILES_FP32 if q.dtype == torch.float32 else _look_up(PREFILL_TILES, q)
+
+
+def decode_tiles(q: Tensor) -> Tiles:
+    """Return the tiles for attention of one query token per sequence, under the invariant of `prefill_tiles`."""
+    return DECODE_TILES_FP32 if q.dtype == torch.float32 else _look_up(DECODE_TILES, q)
+
+
+def _look_up(table: dict[str, dict[int, Tiles]], q: Tensor) -> Tiles:
+    rows = table[gpu_class(compute_capability(q.device))]
+    return next(tiles for limit, tiles in rows.items() if q.shape[-1] <= limit)
+
+
+def gpu_class(capability: tuple[int, int]) -> str:
+    """Return the row of the tile table. GPUs for data centres give a program 163 KB or more, all others 99 KB."""
+    if capability in ((9, 0), (10, 0), (10, 3)):
+        return "9.0"
+    return "8.0" if capability == (8, 0) else "small"
+
+
+@lru_cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the GPU's compute capability. The interpreter on a CPU takes the tiles of a 9.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def is_interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, which reads this variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def check_tensors(op: str, first: Tensor, *others: Tensor) -> None:
+    """Check what every kernel takes for granted: one device, one dtype, no gaps between rows.
+
+    Raises:
+        UserError: The tensors are where kernels cannot run, or of a dtype that they cannot compute in.
+    """
+    if first.device.type != "cuda" and not is_interpreted():
+        raise UserError(f"{op}: kernels need a CUDA device, not {first.device.type}; or set TRITON_INTERPRET=1")
+    if first.dtype not in KERNEL_DTYPES:
+        raise UserError(f"{op}: kernels compute in float32, float16 and bfloat16, not {first.dtype}")
+    if first.dtype == torch.bfloat16 and is_interpreted():  # its dots would multiply the bits as if they were integers
+        raise UserError(f"{op}: Triton's interpreter computes bfloat16 wrongly; use float32 or float16")
+    for tensor in (first, *others):
+        assert tensor.is_contiguous(), f"{op}: every tensor must be contiguous"
+        assert tensor.device == first.device, f"{op}: every tensor must be on {first.device}"
+        assert tensor.dtype == first.dtype, f"{op}: every tensor must be {first.dtype}"
+
+
+def check_indices(op: str, like: Tensor, dtype: torch.dtype, *tensors: Tensor) -> None:
+    """Check tensors of lengths, ids or slots: a kernel would read another integer type as nonsense."""
+    for tensor in tensors:
+        assert tensor.dtype == dtype, f"{op}: indices must be {dtype}, not {tensor.dtype}"
+        assert tensor.is_contiguous() and tensor.device == like.device, f"{op}: indices must lie like the rest"
+
+
+def check_heads(op: str, q: Tensor, k: Tensor) -> None:
+    """Check the heads of attention: a whole group of query heads per KV head, and a head size that fits."""
+    assert q.shape[-2] % k.shape[-2] == 0 and q.shape[-1] == k.shape[-1], (q.shape, k.shape)
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise UserError(f"{op}: head_dim {q.shape[-1]} is too large for the kernels, which take up to {MAX_HEAD_DIM}")
+
+
+def padded(size: int, minimum: int = 1) -> int:
+    """Return the power of two that holds ``size``: every axis of a Triton tile is one.
+
+    Example:
+        >>> padded(80), padded(7, minimum=16)
+        (128, 16)
+    """
+    return max(minimum, 1 << (size - 1).bit_length())
