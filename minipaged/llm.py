@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
@@ -63,6 +64,8 @@ class LLM:
         seed: Makes the seeds of requests that bring none, so that a whole run can be repeated.
         max_model_len: Most tokens of a sequence; None is the model's own limit. A higher one is refused.
         revision: The hub revision of the model.
+        reservation: What a sequence reserves on rung ``contiguous``: ``"max"`` (the default), ``"pow2"`` or
+            ``"oracle"``; the last two take a request's ``max_tokens`` for the true length of its output.
 
     Raises:
         UserError: Something of this cannot be had. The message names it and the limit.
@@ -86,10 +89,11 @@ class LLM:
         seed: int | None = None,
         max_model_len: int | None = None,
         revision: str | None = None,
+        reservation: str | None = None,
     ):
         self.rung = check_rung(rung)
         check_tier(tier)
-        _check_cache_options(self.rung, block_size, num_blocks)
+        _check_cache_options(self.rung, block_size, num_blocks, reservation)
         if seed is not None:
             SamplingParams(seed=seed)  # the one place that knows a seed's range
         self.device = choose_device(device)
@@ -106,6 +110,7 @@ class LLM:
             max_model_len=self.max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
+            reservation=reservation or "max",
             decode=self.tokenizer.decode if self.tokenizer else None,
             eos_token_ids=frozenset(eos | self.tokenizer.eos_token_ids if self.tokenizer else eos),
             generation_config=generation_config,
@@ -227,11 +232,15 @@ def _check_limit(max_model_len: int | None, config: ModelConfig) -> int:
     return max_model_len
 
 
-def _check_cache_options(rung: str, block_size: int, num_blocks: int | None) -> None:
+def _check_cache_options(rung: str, block_size: int, num_blocks: int | None, reservation: str | None) -> None:
     if type(block_size) is not int or block_size < 1:
         raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
     if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
         raise UserError(f"num_blocks must be a whole number from 1, not {num_blocks!r}")
+    if reservation is not None and rung != "contiguous":
+        raise UserError(f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it")
+    if reservation not in (None, *RESERVATIONS):
+        raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
     if rung == "foundation":
         for name, is_set in (("num_blocks", num_blocks is not None), ("block_size", block_size != 16)):
             if is_set:

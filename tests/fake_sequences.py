@@ -61,7 +61,7 @@ def oracle(logits: torch.Tensor, seq: Sequence) -> int:
             before += math.exp(scores[token_id])
         kept = nucleus
     kept = [token_id for token_id in kept if math.exp(scores[token_id]) >= p.min_p]
-    noise = gumbel_noise(
-        seed_tensor([seq.seed]), torch.tensor([len(seq.output_token_ids)]), len(scores), "cpu"
-    )[0].tolist()
+    noise = gumbel_noise(seed_tensor([seq.seed]), torch.tensor([len(seq.output_token_ids)]), len(scores), "cpu")[
+        0
+    ].tolist()
     return max(sorted(kept), key=lambda token_id: scores[token_id] + noise[token_id])

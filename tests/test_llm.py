@@ -43,7 +43,11 @@ def test_results_come_in_the_order_of_prompts_with_all_fields(folder: Path):
     llm = tiny(folder)
     prompts = ["Hello", [1, 2, 3], "a"]
     results = llm.generate(prompts, [GREEDY, GREEDY, SamplingParams(temperature=1, max_tokens=2, logprobs=3)])
-    assert [r.prompt_token_ids for r in results] == [llm.tokenizer.encode("Hello"), [1, 2, 3], llm.tokenizer.encode("a")]
+    assert [r.prompt_token_ids for r in results] == [
+        llm.tokenizer.encode("Hello"),
+        [1, 2, 3],
+        llm.tokenizer.encode("a"),
+    ]
     assert [len(r.token_ids) for r in results[:2]] == [8, 8]
     assert {r.index for r in results} == {0}
     assert results[0].finish_reason == "length"
@@ -116,7 +120,8 @@ def test_a_fault_in_one_call_leaves_the_engine_usable(folder: Path):
 @pytest.mark.parametrize("rung", CACHED_RUNGS)
 def test_a_prompt_over_the_pool_is_refused_at_once_and_the_next_one_runs(folder: Path, rung: str):
     llm = tiny(folder, rung, num_blocks=10, block_size=16)
-    numbers = r"200 tokens; the cache has room for 160 \(num_blocks 10 x block_size 16\)"
+    room = 128 if rung == "contiguous" else 160  # a dense range of 160 slots must be a power of two
+    numbers = rf"200 tokens; the cache has room for {room} of one sequence \(num_blocks 10 x block_size 16\)"
     with pytest.raises(UserError, match=numbers):
         llm.generate([[1] * 20, [1] * 200], GREEDY)
     assert idle(llm) and not llm.engine.has_unfinished()
@@ -136,14 +141,17 @@ def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length(folder: Path, r
         return original()
 
     llm.engine.step = step
-    result = llm.generate([[1] * 100], params)[0]
+    num_prompt = 68 if rung == "contiguous" else 100  # its longest dense range has 128 slots
+    result = llm.generate([[1] * num_prompt], params)[0]
     assert (len(result.token_ids), result.finish_reason) == (61, "length")  # 100 + 61 - 1 = 160 slots
     assert steps <= 62
     assert idle(llm)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize(("num_prompt", "max_tokens", "expected"), [(12, 52, 52), (12, 53, 52), (12, None, 52), (63, 9, 1)])
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "expected"), [(12, 52, 52), (12, 53, 52), (12, None, 52), (63, 9, 1)]
+)
 def test_the_limit_cuts_answers(folder: Path, rung: str, num_prompt: int, max_tokens: int | None, expected: int):
     llm = tiny(folder, rung, max_model_len=64)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -198,7 +206,10 @@ def test_a_model_without_tokenizer_takes_ids_and_refuses_text(bare_folder: Path)
         ({"max_model_len": 257}, "max_model_len must be 2 to 256, the model's own limit, not 257"),
         ({"max_model_len": 1}, "max_model_len must be 2 to 256"),
         ({"seed": -1}, "seed"),
-        ({"rung": "foundation", "num_blocks": 4}, "rung 'foundation' has no cache, so no num_blocks; rung 'contiguous' has it"),
+        (
+            {"rung": "foundation", "num_blocks": 4},
+            "rung 'foundation' has no cache, so no num_blocks; rung 'contiguous' has it",
+        ),
         ({"rung": "foundation", "block_size": 4}, "rung 'foundation' has no cache, so no block_size"),
     ],
 )
@@ -291,3 +302,34 @@ def test_every_rung_runs_on_a_gpu(folder: Path, rung: str, dtype: str):
         on_cpu = tiny(folder, rung).generate(["Hello", "World", [1] * 40], GREEDY)
         assert [r.token_ids for r in results] == [r.token_ids for r in on_cpu]
     assert idle(llm)
+
+
+@pytest.mark.parametrize("reservation", ["max", "pow2", "oracle"])
+def test_every_reservation_policy_gives_the_same_tokens(folder: Path, reservation: str, poisoned_caches: None):
+    prompts = [[i + 1] * (3 * i % 17 + 1) for i in range(9)]
+    params = [SamplingParams(temperature=0, max_tokens=i % 5 + 3, ignore_eos=True) for i in range(9)]
+    expected = [result.token_ids for result in tiny(folder, "foundation").generate(prompts, params)]
+    llm = tiny(folder, "contiguous", num_blocks=20, block_size=16, max_model_len=100, reservation=reservation)
+    sizes = set()
+    original = llm.engine.step
+
+    def step():
+        outputs = original()
+        llm.engine.cache.check()
+        sizes.update(own.length for own in llm.engine.cache.ranges.values())
+        return outputs
+
+    llm.engine.step = step
+    assert [result.token_ids for result in llm.generate(prompts, params)] == expected
+    assert idle(llm) and len(sizes) >= (1 if reservation == "max" else 3), "ranges of several sizes ran together"
+
+
+def test_an_option_of_another_rung_is_refused_naming_the_rung_that_has_it(folder: Path):
+    with pytest.raises(UserError, match="rung 'paged' reserves nothing, so no reservation; rung 'contiguous' has it"):
+        tiny(folder, "paged", reservation="max")
+    with pytest.raises(UserError, match="reservation must be one of max, pow2, oracle, not 'guess'"):
+        tiny(folder, "contiguous", reservation="guess")
+    with pytest.raises(UserError, match=r"rung 'paged' does not know n \(2 was given\); rung 'sharing' has it"):
+        tiny(folder, "paged").generate("a", SamplingParams(n=2))
+    with pytest.raises(UserError, match="rung 'foundation' does not know best_of"):
+        next(tiny(folder, "foundation").stream("a", SamplingParams(best_of=2)))

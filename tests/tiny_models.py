@@ -94,10 +94,7 @@ def save_byte_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [
-            AddedToken(t, special=True, normalized=False)
-            for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-        ]
+        [AddedToken(t, special=True, normalized=False) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

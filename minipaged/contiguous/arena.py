@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from minipaged.contiguous.buddy import BuddyAllocator
 from minipaged.errors import UserError
 
 
@@ -15,7 +16,7 @@ class Waste:
             known before the sequence ends, so slots that never will be used are counted here too, unless the
             caller of ``waste`` gives the true output lengths.
         internal: Slots given to a running sequence that it will never use.
-        external: Slots that no sequence has and no sequence can get.
+        external: Slots that an allocator's rounding of sizes keeps from everybody.
     """
 
     token_states: int
@@ -24,83 +25,118 @@ class Waste:
     external: int
 
 
+RESERVATIONS = ("max", "pow2", "oracle")
+"""How much a sequence reserves: the longest length there is, its prompt and the next power of two of its output, or
+just what it will use. The first is what an engine can do; the others know the output's length in part or wholly."""
+
+
 @dataclass
 class Reservation:
-    """A sequence's range of slots, ``start`` to ``start + length``, of which the first ``num_tokens`` are written."""
+    """A sequence's range of slots, ``start`` to ``start + length``, of which the first ``num_tokens`` are written.
+
+    ``num_reserved`` of them were asked for; the rest is the allocator's rounding.
+    """
 
     start: int
     length: int
+    num_reserved: int
+    num_prompt_tokens: int
     num_tokens: int
 
 
 class Arena:
-    """Cut one run of slots into rows of equal length and give each sequence a row.
+    """Give each sequence one dense range of slots, when it enters and for as long as it stays.
 
-    The row length is the limit of the engine, or the whole arena where that is shorter. Slots behind the last
-    whole row are of no use to anybody and are not made.
+    Args:
+        num_slots: Slots of the arena.
+        max_model_len: Most tokens of a sequence; the arena's size where that is smaller.
+        reservation: One of `RESERVATIONS`.
 
     Invariants:
-        A row belongs to one sequence or stands in the list of free rows, never both. `check` tests it.
+        Ranges of two sequences do not overlap, and a sequence never leaves its own. `check` tests it.
+
+    Source:
+        The baselines of the PagedAttention paper: static batches with ``max`` are FasterTransformer; under a
+        scheduler that works step by step the three are Orca (Max), Orca (Pow2) and Orca (Oracle).
 
     Example:
-        >>> arena = Arena(num_slots=20, max_model_len=8)
-        >>> arena.num_slots, arena.allocate(7, num_prompt_tokens=5), arena.allocate(9, num_prompt_tokens=2)
-        (16, 0, 8)
-        >>> arena.can_admit()
-        False
-        >>> arena.append(7)
-        5
+        Limit 8, and a prompt of 5 tokens whose answer will have 2. At 2 the next power of two is 2 as well.
+
+        >>> arena = Arena(num_slots=16, max_model_len=8, reservation="max")
+        >>> arena.allocate(7, num_prompt_tokens=5, num_output_tokens=2), arena.append(7)
+        (0, 5)
         >>> arena.waste()
-        Waste(token_states=8, reserved=8, internal=0, external=0)
-        >>> arena.waste({7: 2, 9: 1})
-        Waste(token_states=8, reserved=2, internal=6, external=0)
+        Waste(token_states=6, reserved=2, internal=0, external=0)
+        >>> arena.waste({7: 2})
+        Waste(token_states=6, reserved=1, internal=1, external=0)
+        >>> arena = Arena(num_slots=16, max_model_len=8, reservation="oracle")
+        >>> arena.allocate(7, num_prompt_tokens=4, num_output_tokens=1)
+        0
+        >>> arena.waste({7: 1})
+        Waste(token_states=4, reserved=1, internal=0, external=3)
     """
 
-    def __init__(self, num_slots: int, max_model_len: int):
+    def __init__(self, num_slots: int, max_model_len: int, reservation: str = "max"):
         if num_slots < 1:
             raise UserError(f"the cache must have at least 1 slot, not {num_slots}")
-        self.row_length = min(num_slots, max_model_len)
-        self.num_rows = num_slots // self.row_length
+        if reservation not in RESERVATIONS:
+            raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
+        self.num_slots = num_slots
+        self.reservation = reservation
+        self.buddy = BuddyAllocator(num_slots)
+        largest_range = 1 << (num_slots.bit_length() - 1)  # that is all one sequence can get
+        self.limit = min(max_model_len, largest_range)
         self.ranges: dict[int, Reservation] = {}
-        self._prompt_lengths: dict[int, int] = {}
-        self._free_rows = list(range(self.num_rows - 1, -1, -1))  # taken from the end: row 0 first
-
-    @property
-    def num_slots(self) -> int:
-        """Return the slots that exist."""
-        return self.num_rows * self.row_length
 
     @property
     def used_slots(self) -> int:
-        """Return the slots that are reserved, written or not."""
-        return len(self.ranges) * self.row_length
+        """Return the slots of all ranges, written or not."""
+        return sum(own.length for own in self.ranges.values())
 
-    def can_admit(self) -> bool:
-        """Return whether one more sequence finds a row."""
-        return bool(self._free_rows)
+    def num_reserved(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Return how many slots the policy reserves.
 
-    def allocate(self, seq_id: int, num_prompt_tokens: int) -> int:
-        """Reserve a row for a sequence, count its prompt as written, and return the first slot."""
-        if num_prompt_tokens > self.row_length:
-            raise UserError(f"{num_prompt_tokens} tokens do not fit into a row of {self.row_length} slots")
-        start = self._free_rows.pop() * self.row_length
-        self.ranges[seq_id] = Reservation(start, self.row_length, num_prompt_tokens)
-        self._prompt_lengths[seq_id] = num_prompt_tokens
+        Example:
+            >>> for policy in RESERVATIONS:
+            ...     print(policy, Arena(4096, 2048, policy).num_reserved(161, 25))
+            max 2048
+            pow2 193
+            oracle 186
+        """
+        output = BuddyAllocator.rounded(num_output_tokens) if self.reservation == "pow2" else num_output_tokens
+        return self.limit if self.reservation == "max" else min(num_prompt_tokens + output, self.limit)
+
+    def can_admit(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
+        """Return whether a range that is large enough is free."""
+        return self.buddy.can_allocate(self.num_reserved(num_prompt_tokens, num_output_tokens))
+
+    def allocate(self, seq_id: int, num_prompt_tokens: int, num_output_tokens: int) -> int:
+        """Reserve a range for a sequence, count its prompt as written, and return the first slot.
+
+        Raises:
+            UserError: The prompt is longer than the reservation, or no range is free. Nothing is taken then.
+        """
+        wanted = self.num_reserved(num_prompt_tokens, num_output_tokens)
+        if num_prompt_tokens > wanted:
+            raise UserError(f"{num_prompt_tokens} tokens do not fit into a reservation of {wanted} slots")
+        start = self.buddy.allocate(wanted)
+        if start is None:
+            raise UserError(f"no range of {wanted} slots is free in the arena of {self.num_slots}")
+        length = self.buddy.allocated[start]
+        self.ranges[seq_id] = Reservation(start, length, wanted, num_prompt_tokens, num_prompt_tokens)
         return start
 
     def append(self, seq_id: int) -> int:
         """Take the sequence's next slot and return it."""
         own = self.ranges[seq_id]
-        if own.num_tokens == own.length:
-            raise UserError(f"sequence {seq_id} has filled its row of {own.length} slots")
+        if own.num_tokens == own.num_reserved:
+            raise UserError(f"sequence {seq_id} has filled its reservation of {own.num_reserved} slots")
         own.num_tokens += 1
         return own.start + own.num_tokens - 1
 
     def free(self, seq_id: int) -> None:
-        """Give a sequence's row back. Its slots keep what was written, but nobody may read it."""
-        own = self.ranges.pop(seq_id)
-        del self._prompt_lengths[seq_id]
-        self._free_rows.append(own.start // self.row_length)
+        """Give a sequence's range back. Its slots keep what was written, but nobody may read it."""
+        self.buddy.free(self.ranges.pop(seq_id).start)
 
     def waste(self, output_lengths: dict[int, int] | None = None) -> Waste:
         """Count the slots of the running sequences by kind.
@@ -109,20 +145,21 @@ class Arena:
             output_lengths: Tokens that each sequence will have generated when it ends. Without them the empty
                 slots of a reservation are all counted as reserved.
         """
-        token_states = sum(own.num_tokens for own in self.ranges.values())
-        empty = self.used_slots - token_states
+        own = self.ranges
+        token_states = sum(each.num_tokens for each in own.values())
+        empty = sum(each.num_reserved - each.num_tokens for each in own.values())
+        external = sum(each.length - each.num_reserved for each in own.values())
         if output_lengths is None:
-            return Waste(token_states, empty, 0, 0)
-        reserved = sum(
-            self._prompt_lengths[seq_id] + output_lengths[seq_id] - own.num_tokens
-            for seq_id, own in self.ranges.items()
+            return Waste(token_states, empty, 0, external)
+        used_later = sum(
+            min(each.num_prompt_tokens + output_lengths[seq_id], each.num_reserved) - each.num_tokens
+            for seq_id, each in own.items()
         )
-        return Waste(token_states, reserved, empty - reserved, 0)
+        return Waste(token_states, used_later, empty - used_later, external)
 
     def check(self) -> None:
         """Assert the invariants."""
-        owned = [own.start // self.row_length for own in self.ranges.values()]
-        assert sorted(owned + self._free_rows) == list(range(self.num_rows)), "a row is lost or owned twice"
-        assert self.ranges.keys() == self._prompt_lengths.keys()
+        self.buddy.check()
+        assert {own.start: own.length for own in self.ranges.values()} == self.buddy.allocated
         for own in self.ranges.values():
-            assert own.start % self.row_length == 0 and 0 < own.num_tokens <= own.length == self.row_length
+            assert 0 < own.num_prompt_tokens <= own.num_tokens <= own.num_reserved <= own.length

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -42,7 +43,7 @@ class Engine(FoundationEngine):
         room = self.slots_per_sequence(len(prompt), params)
         if len(prompt) > room:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; the cache has room for {room} "
+                f"the prompt has {len(prompt)} tokens; the cache has room for {room} of one sequence "
                 f"(num_blocks {self.options.num_blocks} x block_size {self.options.block_size})"
             )
         return prompt
@@ -79,20 +80,22 @@ class Engine(FoundationEngine):
 
     def make_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the bookkeeping, ``cache``, and the memory, ``kv``."""
-        self.cache = Arena(num_blocks * block_size, self.options.max_model_len)
-        self.kv = allocate_kv(self.model, (self.cache.num_rows, self.cache.row_length))
+        num_slots = num_blocks * block_size
+        self.kv = allocate_kv(self.model, (1, num_slots))  # first: it refuses what is too large
+        self.cache = Arena(num_slots, self.options.max_model_len, self.options.reservation)
 
     def slots_per_sequence(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return how many slots a sequence of such a request can have at most."""
-        return self.cache.row_length
+        return self.cache.limit
 
     def can_admit(self, seq: Sequence) -> bool:
-        """Return whether a row is free."""
-        return super().can_admit(seq) and self.cache.can_admit()
+        """Return whether a range is free that is long enough."""
+        room = len(seq.prompt_token_ids), seq.max_output_tokens
+        return super().can_admit(seq) and self.cache.can_admit(*room)
 
     def admit(self, seq: Sequence) -> None:
-        """Reserve a row."""
-        self.cache.allocate(seq.seq_id, len(seq.prompt_token_ids))
+        """Reserve a range. To ``oracle`` and ``pow2`` the request's ``max_tokens`` is the output's true length."""
+        self.cache.allocate(seq.seq_id, len(seq.prompt_token_ids), seq.max_output_tokens)
 
     def prompt_slots(self, seq: Sequence) -> list[int]:
         """Return the slots of the prompt's tokens."""
@@ -105,25 +108,61 @@ class Engine(FoundationEngine):
             pool.view(-1, *new.shape[1:]).index_copy_(0, slots, new)
 
     def attend_decode(self, batch: list[Sequence], slots: Int[Tensor, " B"]) -> Attend:
-        """Write the new token's K and V, then attend over all rows of the arena at once.
+        """Write the new token's K and V, then attend over the arena itself.
 
-        The arena is a dense ``[rows, row length, K, D]`` array, so no row has to be copied together: queries go
-        to the rows of their sequences, and a row without one has length 0.
+        All ranges of one size are rows of the arena seen as ``[rows, size, K, D]``, so no row has to be copied
+        together: queries go to the rows of their sequences, and rows of others have length 0. There is one call
+        for each size, one in all under the ``max`` policy.
         """
         windows = self.model.config.layer_windows
-        rows = slots // self.cache.row_length
-        seq_lens = torch.zeros(self.cache.num_rows, dtype=torch.int32, device=slots.device)
-        seq_lens[rows] = (slots % self.cache.row_length + 1).int()
+        views = self._rows_by_size(batch)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.write(layer, k, v, slots)
-            row_q = q.new_zeros(len(seq_lens), *q.shape[1:]).index_copy_(0, rows, q)
-            k_rows, v_rows = self.kv[layer]
-            return contiguous_attention(row_q, k_rows, v_rows, seq_lens, window=windows[layer], tier=self.model.tier)[
-                rows
-            ]
+            out = torch.empty_like(q)
+            for view in views:
+                k_rows, v_rows = (view.of(arena) for arena in self.kv[layer])
+                row_q = q.new_zeros(len(view.seq_lens), *q.shape[1:]).index_copy_(0, view.rows, q[view.members])
+                window, tier = windows[layer], self.model.tier
+                row_out = contiguous_attention(row_q, k_rows, v_rows, view.seq_lens, window=window, tier=tier)
+                out[view.members] = row_out[view.rows]
+            return out
 
         return attend
+
+    def _rows_by_size(self, batch: list[Sequence]) -> list["RowView"]:
+        own = [self.cache.ranges[seq.seq_id] for seq in batch]
+        views = []
+        for size in sorted({each.length for each in own}):
+            members = [i for i, each in enumerate(own) if each.length == size]
+            rows = [own[i].start // size for i in members]
+            first, seq_lens = min(rows), [0] * (max(rows) - min(rows) + 1)
+            for i, row in zip(members, rows, strict=True):
+                seq_lens[row - first] = own[i].num_tokens
+            offsets = self.tensor([row - first for row in rows])
+            views.append(RowView(size, first, self.tensor(members), offsets, self.tensor(seq_lens, torch.int32)))
+        return views
+
+
+@dataclass(frozen=True)
+class RowView:
+    """The part of the arena that holds a batch's ranges of one size, seen as rows.
+
+    ``members`` are places in the batch and ``rows`` their rows, counted from ``first_row``; ``seq_lens`` has a
+    number for every row, 0 where it is no member's.
+    """
+
+    size: int
+    first_row: int
+    members: Int[Tensor, " members"]
+    rows: Int[Tensor, " members"]
+    seq_lens: Int[Tensor, " rows"]
+
+    def of(self, arena: Float[Tensor, "1 slots K D"]) -> Float[Tensor, "rows size K D"]:
+        """Return the rows of one layer's keys or values, without a copy."""
+        start = self.first_row * self.size
+        end = start + len(self.seq_lens) * self.size
+        return arena[0, start:end].view(len(self.seq_lens), self.size, *arena.shape[2:])
 
 
 def allocate_kv(model: DecoderModel, slots_shape: tuple[int, int]) -> Float[Tensor, "layers 2 N S K D"]:

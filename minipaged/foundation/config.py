@@ -131,20 +131,14 @@ class ModelConfig:
         values = {**family.defaults, **config}
         _refuse_other_arithmetic(values)
         num_heads = _count(values, "num_attention_heads")
-        num_kv_heads = (
-            num_heads if values["num_key_value_heads"] is None else _count(values, "num_key_value_heads")
-        )
+        num_kv_heads = num_heads if values["num_key_value_heads"] is None else _count(values, "num_key_value_heads")
         if num_heads % num_kv_heads:
-            raise UserError(
-                f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}"
-            )
+            raise UserError(f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}")
         max_model_len = _count(values, "max_position_embeddings")
         rope = RopeConfig.from_dict(config, max_model_len)
         if rope.type == "dynamic":  # beyond the trained length its angles would change while a sequence grows
             max_model_len = min(max_model_len, rope.original_max_len)
-        bias = {
-            key: key in family.has_bias_keys and bool(values[key]) for key in ("attention_bias", "mlp_bias")
-        }
+        bias = {key: key in family.has_bias_keys and bool(values[key]) for key in ("attention_bias", "mlp_bias")}
         return cls(
             architecture=family.class_name,
             num_layers=_count(values, "num_hidden_layers"),
@@ -182,9 +176,7 @@ def _find_family(config: dict[str, Any]) -> tuple[str, Family]:
 def _refuse_other_arithmetic(values: dict[str, Any]) -> None:
     if values.get("quantization_config") or values.get("compression_config"):
         method = (values.get("quantization_config") or {}).get("quant_method", "unnamed")
-        raise UserError(
-            f"checkpoints with quantized weights (here {method}) are not supported; use the original one"
-        )
+        raise UserError(f"checkpoints with quantized weights (here {method}) are not supported; use the original one")
     if values["hidden_act"] not in ("silu", "swish"):
         raise UserError(f"activation {values['hidden_act']!r} is not supported; supported is silu")
 
@@ -202,13 +194,9 @@ def _head_dim(values: dict[str, Any], num_heads: int) -> int:
     else:
         head_dim, rest = divmod(_count(values, "hidden_size"), num_heads)
         if rest:
-            raise UserError(
-                f"hidden_size {values['hidden_size']} is not a multiple of the {num_heads} attention heads"
-            )
+            raise UserError(f"hidden_size {values['hidden_size']} is not a multiple of the {num_heads} attention heads")
     if head_dim % 2:
-        raise UserError(
-            f"head_dim must be even, since rotary embedding turns pairs of entries, not {head_dim}"
-        )
+        raise UserError(f"head_dim must be even, since rotary embedding turns pairs of entries, not {head_dim}")
     return head_dim
 
 
@@ -226,9 +214,7 @@ def _layer_windows(model_type: str, values: dict[str, Any]) -> tuple[int | None,
         return tuple(window if sliding else None for sliding in is_sliding)
     names = {"full_attention": False, "attention": False, "sliding_attention": True}
     if len(types) != num_layers or any(name not in names for name in types):
-        raise UserError(
-            f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers"
-        )
+        raise UserError(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
     listed = [names[name] for name in types]
     # Only Qwen reads the list; where another family's list says something else, its meaning is unclear.
     if (any(listed) and window is None) or (not model_type.startswith("qwen") and listed != is_sliding):

@@ -26,6 +26,17 @@ _LONG_RUN = 64
 _LONG_WINDOW = 16
 
 
+def find_byte_token_ids(token_to_id: Callable[[str], int | None]) -> frozenset[int]:
+    """Return the ids of a tokenizer's single-byte tokens, for `TextStream`; most tokenizers have none.
+
+    Example:
+        >>> sorted(find_byte_token_ids({"<0x0A>": 13, "<0x41>": 68, "A": 7}.get))
+        [13, 68]
+    """
+    ids = [token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
 class TextStream:
     """The text of one sequence, growing token by token.
 
@@ -33,9 +44,9 @@ class TextStream:
         decode: Gives the text of token ids, with the rule for special tokens already bound; None for a model
             without a tokenizer, whose text is always empty.
         params: ``stop``, ``include_stop_str_in_output`` and ``min_tokens`` are used.
-        byte_token_ids: The ids of a byte-fallback tokenizer's single-byte tokens (``<0x0A>``). Such a
-            tokenizer decodes a run of them together, and one wrong byte turns the whole run into replacement
-            characters. So their text is released when the run ends, or when it is longer than 64 and valid.
+        byte_token_ids: From `find_byte_token_ids`. A byte-fallback tokenizer decodes a run of single-byte tokens
+            (``<0x0A>``) together, and one wrong byte turns the whole run into replacement characters. So their
+            text is released when the run ends, or when it is longer than 64 and valid; stop strings match at once.
 
     Invariants:
         The released pieces, joined, are ``decode`` of all ids, cut where a stop string matched.

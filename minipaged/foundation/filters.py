@@ -77,9 +77,7 @@ def choose_tokens(rows: RandomRows) -> Int[Tensor, " B"]:
 
 def _choose_from_all(rows: RandomRows) -> Int[Tensor, " B"]:
     """Choose for rows that have neither top_k nor top_p: nothing has to be sorted."""
-    noisy = rows.scores + gumbel_noise(
-        rows.seeds, rows.output_indices, rows.scores.shape[-1], rows.scores.device
-    )
+    noisy = rows.scores + gumbel_noise(rows.seeds, rows.output_indices, rows.scores.shape[-1], rows.scores.device)
     lowest_score = rows.column(rows.lowest_score, torch.float32)
     return noisy.masked_fill_(rows.scores < lowest_score, -math.inf).max(dim=-1).indices
 

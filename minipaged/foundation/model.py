@@ -169,9 +169,7 @@ class DecoderModel:
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """Norm each head on its own. x: [T, heads, D]."""
-        return rms_norm(x.reshape(-1, x.shape[-1]), weight, self.config.rms_norm_eps, tier=self.tier).view(
-            x.shape
-        )
+        return rms_norm(x.reshape(-1, x.shape[-1]), weight, self.config.rms_norm_eps, tier=self.tier).view(x.shape)
 
 
 def _make_layer(weights: Mapping[str, Tensor], prefix: str) -> Layer:

@@ -11,9 +11,7 @@ from minipaged.foundation import reference
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import Tier, declare_part, run_op
 
-declare_part(
-    "rms_norm", "rms_norm(x [T E], weight [E], eps, residual=None [T E]) -> [T E], or two with a residual"
-)
+declare_part("rms_norm", "rms_norm(x [T E], weight [E], eps, residual=None [T E]) -> [T E], or two with a residual")
 declare_part("rotary", "rotary(q [T H D], k [T K D], cos [T D/2], sin [T D/2]) -> (q, k) turned")
 declare_part("silu_mul", "silu_mul(gate [T F], up [T F]) -> [T F]")
 declare_part(
@@ -23,9 +21,7 @@ declare_part(
 
 
 @overload
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: None = None, tier: Tier = None
-) -> Tensor: ...
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: None = None, tier: Tier = None) -> Tensor: ...
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor, tier: Tier = None
@@ -96,9 +92,7 @@ def rotary(
     return run_op("rotary", tier, q.device, reference.rotary, None, q, k, cos, sin)
 
 
-def silu_mul(
-    gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], *, tier: Tier = None
-) -> Float[Tensor, "T F"]:
+def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], *, tier: Tier = None) -> Float[Tensor, "T F"]:
     """Gate the MLP: ``gate * sigmoid(gate) * up``.
 
     Source:
@@ -146,9 +140,7 @@ def causal_attention(
         tensor([2., 3., 9.])
     """
     _check("causal_attention", k.shape == v.shape, "k and v must have the same shape")
-    _check(
-        "causal_attention", k.shape[::2] == q.shape[::2], "q and k must have the same tokens and head size"
-    )
+    _check("causal_attention", k.shape[::2] == q.shape[::2], "q and k must have the same tokens and head size")
     _check("causal_attention", q.shape[1] % k.shape[1] == 0, "query heads must be a multiple of KV heads")
     _check("causal_attention", window is None or window >= 1, "window must be at least 1")
     torch_impl = reference.causal_attention_sdpa

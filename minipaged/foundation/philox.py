@@ -99,9 +99,7 @@ def gumbel_noise(
     # On a CPU the words of one row of a real vocabulary stay in the cache and those of a batch do not; a GPU
     # wants few launches.
     rows_at_once = max(1, _CACHED_TOKENS // vocab_size if groups.device.type == "cpu" else len(seeds))
-    chunks = zip(
-        seeds.to(device).split(rows_at_once), output_indices.to(device).split(rows_at_once), strict=True
-    )
+    chunks = zip(seeds.to(device).split(rows_at_once), output_indices.to(device).split(rows_at_once), strict=True)
     noise = torch.empty(len(seeds), vocab_size, device=device)
     for row, (seed, index) in enumerate(chunks):
         words = torch.stack(_noise_words(seed, index, groups), dim=-1).flatten(1)  # [B, V rounded up to 4]

@@ -49,9 +49,7 @@ def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"]) -> Float[Tens
     return (F.silu(gate.float()) * up).to(gate.dtype)
 
 
-def visible_keys(
-    num_rows: int, first_row: int, first_key: int, window: int | None
-) -> Bool[Tensor, "rows keys"]:
+def visible_keys(num_rows: int, first_row: int, first_key: int, window: int | None) -> Bool[Tensor, "rows keys"]:
     """Return which keys each row sees: key j is visible to row i when ``i - window < j <= i``.
 
     Rows are the positions from ``first_row`` on, keys those from ``first_key`` to the last row.
@@ -106,9 +104,7 @@ def causal_attention_sdpa(
     """
     group = q.shape[1] // k.shape[1]
     # Heads first; KV heads repeated, since the CPU kernel is slow when it has to share them itself.
-    heads_first = [
-        x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
-    ]
+    heads_first = [x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))]
     out = torch.empty_like(q)
     for start, end in pairwise(query_starts.tolist()):
         queries, keys, values = (x[None, :, start:end] for x in heads_first)  # [1, H, L, D]

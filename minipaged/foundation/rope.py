@@ -67,29 +67,21 @@ class RopeConfig:
         places = [config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)]
         found = [cls._from_place(place, config, max_position_embeddings) for place in places or [{}]]
         if found[0] != found[-1]:
-            raise UserError(
-                "config.json gives rope_scaling and rope_parameters that disagree; keep one of them"
-            )
+            raise UserError("config.json gives rope_scaling and rope_parameters that disagree; keep one of them")
         return found[0]
 
     @classmethod
     def _from_place(cls, place: Any, config: dict[str, Any], max_len: int) -> "RopeConfig":
         if not isinstance(place, dict) or any(isinstance(value, dict) for value in place.values()):
-            raise UserError(
-                "rope_parameters must be one flat table; settings per layer type are not supported"
-            )
+            raise UserError("rope_parameters must be one flat table; settings per layer type are not supported")
         rope_type = place.get("rope_type") or place.get("type") or "default"
         if rope_type not in ROPE_TYPES:
-            raise UserError(
-                f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
-            )
+            raise UserError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         if unknown := set(place) - _KNOWN_KEYS:
             raise UserError(f"the rope setting {min(unknown)!r} is not supported")
         for partial in (place.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
             if partial not in (None, 1.0):
-                raise UserError(
-                    f"partial_rotary_factor {partial} is not supported; all of a head must rotate"
-                )
+                raise UserError(f"partial_rotary_factor {partial} is not supported; all of a head must rotate")
         theta = place.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
         settings: dict[str, Any] = {"theta": _number("rope_theta", theta, above=1.0)}
         if rope_type in ("linear", "llama3", "yarn", "dynamic"):
@@ -170,9 +162,7 @@ def _yarn_settings(place: dict[str, Any], factor: float) -> dict[str, Any]:
     weights = place.get("mscale"), place.get("mscale_all_dim")
     attention_factor = place.get("attention_factor")
     if attention_factor is None:
-        attention_factor = (
-            mscale(weights[0]) / mscale(weights[1]) if weights[0] and weights[1] else mscale(1.0)
-        )
+        attention_factor = mscale(weights[0]) / mscale(weights[1]) if weights[0] and weights[1] else mscale(1.0)
     return {
         "attention_factor": _number("attention_factor", attention_factor, above=0),
         "beta_fast": _number("beta_fast", place.get("beta_fast") or 32, above=0),

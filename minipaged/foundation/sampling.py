@@ -45,9 +45,7 @@ class InvalidLogitsError(ArithmeticError):
     """
 
     def __init__(self, rows: list[int], values: list[float]) -> None:
-        found = ", ".join(
-            f"sequence {row} of the batch ({value})" for row, value in zip(rows, values, strict=True)
-        )
+        found = ", ".join(f"sequence {row} of the batch ({value})" for row, value in zip(rows, values, strict=True))
         super().__init__(f"no token can be chosen, the largest logit is not finite: {found}")
         self.rows = rows
 
@@ -190,9 +188,7 @@ def _list_edits(sequences: Sequence[SequenceState], vocab_size: int) -> tuple[_E
 
 def _as_tensors(edits: _Edits, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
     rows, token_ids, values = zip(*edits, strict=True)
-    return (torch.tensor(rows, device=device), torch.tensor(token_ids, device=device)), _as_fp32(
-        values, device
-    )
+    return (torch.tensor(rows, device=device), torch.tensor(token_ids, device=device)), _as_fp32(values, device)
 
 
 def _as_fp32(values: Iterable[float], device: torch.device) -> Float[Tensor, " B"]:
@@ -218,9 +214,7 @@ def _prepare_rows(
         top_p=[_setting(p, "top_p") for p in params],
         lowest_score=[math.log(value) if value else -math.inf for value in min_p],
         seeds=seed_tensor([sequence.seed for sequence in sequences], device),
-        output_indices=torch.tensor(
-            [len(sequence.output_token_ids) for sequence in sequences], device=device
-        ),
+        output_indices=torch.tensor([len(sequence.output_token_ids) for sequence in sequences], device=device),
     )
 
 

@@ -79,20 +79,14 @@ class SamplingParams:
         self._check_number("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
         self._check_number("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
         self._check_number("repetition_penalty", "above 0", lambda value: value > 0)
-        self._check_number(
-            "presence_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False
-        )
-        self._check_number(
-            "frequency_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False
-        )
+        self._check_number("presence_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False)
+        self._check_number("frequency_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False)
         self._check_int("seed", "from 0 to 2**64 - 1", lambda value: 0 <= value < SEED_LIMIT)
         self._check_int("max_tokens", "1 or more, or None for no limit", lambda value: value >= 1)
         self._check_int("min_tokens", "0 or more", lambda value: value >= 0, optional=False)
         self._check_int("logprobs", f"from 0 to {MAX_LOGPROBS}", lambda value: 0 <= value <= MAX_LOGPROBS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UserError(
-                f"min_tokens must be at most max_tokens = {self.max_tokens}, not {self.min_tokens}"
-            )
+            raise UserError(f"min_tokens must be at most max_tokens = {self.max_tokens}, not {self.min_tokens}")
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -143,9 +137,7 @@ class SamplingParams:
             raise UserError(f"{name} must be a finite number {allowed}, not {value!r}")
         object.__setattr__(self, name, float(value))
 
-    def _check_int(
-        self, name: str, allowed: str, is_allowed: Callable[[int], bool], optional: bool = True
-    ) -> None:
+    def _check_int(self, name: str, allowed: str, is_allowed: Callable[[int], bool], optional: bool = True) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return

@@ -32,9 +32,7 @@ SKIPPED_FILES = ["*/*", "consolidated*"]
 Progress = Callable[[str], None] | None
 
 
-def resolve_model(
-    name: str | os.PathLike[str], revision: str | None = None, show_progress: Progress = None
-) -> Path:
+def resolve_model(name: str | os.PathLike[str], revision: str | None = None, show_progress: Progress = None) -> Path:
     """Return the local folder of a model, downloading it if need be.
 
     Args:
@@ -49,9 +47,7 @@ def resolve_model(
     folder = Path(name).expanduser()
     is_hub_id = name != DEFAULT_MODEL and not folder.exists()
     if revision is not None and not is_hub_id:
-        raise UserError(
-            f"revision {revision!r} applies to models of the Hugging Face hub, and {name!r} is local"
-        )
+        raise UserError(f"revision {revision!r} applies to models of the Hugging Face hub, and {name!r} is local")
     if name == DEFAULT_MODEL:
         from minipaged.foundation.default_model import ensure_default_model
 
@@ -59,9 +55,7 @@ def resolve_model(
     if folder.is_dir():
         return folder
     if name.lower().endswith((".gguf", ".bin", ".pt", ".pth", ".safetensors")) or folder.is_file():
-        raise UserError(
-            f"{name} is a single file; give a folder with config.json and safetensors files, or a hub id"
-        )
+        raise UserError(f"{name} is a single file; give a folder with config.json and safetensors files, or a hub id")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name, re.ASCII):
         raise UserError(f"there is no folder {name}")
     return _download(name, revision, show_progress)
@@ -82,9 +76,7 @@ def _download(repo_id: str, revision: str | None, show_progress: Progress) -> Pa
         problem, cause = f"has no revision {revision!r}", error
     except RepositoryNotFoundError as error:
         problem, cause = "is neither a local folder nor a public repository of the Hugging Face hub", error
-    except (
-        Exception
-    ) as error:  # the network's own errors have no common class; all mean that nothing was fetched
+    except Exception as error:  # the client's network errors have no common class
         problem, cause = "is no local folder, and could not be fetched from the Hugging Face hub", error
     raise UserError(f"{repo_id} {problem} ({type(cause).__name__})") from cause
 
@@ -121,9 +113,7 @@ def load_model(
     for path in sorted({files[name] for name in expected}):
         with _open(path) as shard:
             for name in (name for name in expected if files[name] == path):
-                weights[name] = _convert(
-                    name, shard.get_tensor(name), expected[name], dtype, torch.device(device)
-                )
+                weights[name] = _convert(name, shard.get_tensor(name), expected[name], dtype, torch.device(device))
     assert weights.keys() == expected.keys()
     return DecoderModel(config, weights, tier)
 
@@ -156,13 +146,9 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _no_weights(folder: Path) -> str:
-    pickles = sorted(
-        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern)
-    )
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
-        return (
-            f"{folder} has only {pickles[0]}, which can run code when read; only safetensors files are loaded"
-        )
+        return f"{folder} has only {pickles[0]}, which can run code when read; only safetensors files are loaded"
     return f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}"
 
 
@@ -196,17 +182,11 @@ def _check_names(expected: dict[str, tuple[int, ...]], files: dict[str, Path], i
             raise UserError(f"the checkpoint has a tensor {name} that a model of this config does not use")
 
 
-def _convert(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _convert(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if tuple(tensor.shape) != shape:
-        raise UserError(
-            f"tensor {name} has shape {list(tensor.shape)}, and the config makes it {list(shape)}"
-        )
+        raise UserError(f"tensor {name} has shape {list(tensor.shape)}, and the config makes it {list(shape)}")
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise UserError(
-            f"tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights are supported"
-        )
+        raise UserError(f"tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights are supported")
     return tensor.to(device=device, dtype=dtype)
 
 

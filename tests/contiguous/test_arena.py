@@ -1,74 +1,121 @@
-"""The arena: who owns which slots, and what that wastes."""
+"""The arena and its allocator: who owns which slots, and what that wastes."""
 
 import random
 
 import pytest
 
-from minipaged.contiguous.arena import Arena
+from minipaged.contiguous.arena import RESERVATIONS, Arena
+from minipaged.contiguous.buddy import BuddyAllocator
 from minipaged.errors import UserError
 
 
-def test_waste_of_the_longest_reservation():
-    arena = Arena(num_slots=2048, max_model_len=2048)
-    arena.allocate(0, num_prompt_tokens=161)
+@pytest.mark.parametrize(
+    ("reservation", "expected"),
+    [("max", (161, 25, 1862, 0)), ("pow2", (161, 25, 7, 63)), ("oracle", (161, 25, 0, 70))],
+)
+@pytest.mark.parametrize("num_slots", [2048, 5000])
+def test_waste_of_each_policy_after_a_prefill(reservation: str, expected: tuple[int, ...], num_slots: int):
+    arena = Arena(num_slots, max_model_len=2048, reservation=reservation)
+    arena.allocate(0, num_prompt_tokens=161, num_output_tokens=25)
     waste = arena.waste({0: 25})
-    assert (waste.token_states, waste.reserved, waste.internal, waste.external) == (161, 25, 1862, 0)
+    assert (waste.token_states, waste.reserved, waste.internal, waste.external) == expected
 
 
 def test_reserved_and_internal_come_together_while_the_output_length_is_unknown():
     arena = Arena(num_slots=2048, max_model_len=2048)
-    arena.allocate(0, num_prompt_tokens=161)
+    arena.allocate(0, 161, 25)
     waste = arena.waste()
     assert (waste.token_states, waste.reserved, waste.internal, waste.external) == (161, 1887, 0, 0)
 
 
-def test_an_arena_shorter_than_the_limit_is_one_row():
+def test_an_output_of_25_reserves_32_and_never_more_than_the_limit():
+    arena = Arena(4096, 2048, "pow2")
+    assert arena.num_reserved(161, 25) == 161 + 32
+    assert arena.num_reserved(161, 32) == 161 + 32
+    assert arena.num_reserved(161, 33) == 161 + 64
+    assert arena.num_reserved(1900, 130) == 2048
+
+
+def test_an_arena_shorter_than_the_limit_holds_one_range():
     arena = Arena(num_slots=10, max_model_len=2048)
-    assert (arena.num_rows, arena.row_length) == (1, 10)
-    with pytest.raises(UserError, match="11 tokens do not fit into a row of 10 slots"):
-        arena.allocate(0, 11)
+    assert arena.limit == 8
+    with pytest.raises(UserError, match="9 tokens do not fit into a reservation of 8 slots"):
+        arena.allocate(0, 9, 1)
+    arena.allocate(0, 8, 1)
+    assert not arena.can_admit(1, 1)
+    with pytest.raises(UserError, match="no range of 8 slots is free in the arena of 10"):
+        arena.allocate(1, 1, 1)
+    arena.check()
 
 
-def test_a_full_row_refuses_the_next_token():
+def test_a_full_reservation_refuses_the_next_token():
     arena = Arena(num_slots=4, max_model_len=4)
-    arena.allocate(0, 3)
+    arena.allocate(0, 3, 1)
     assert arena.append(0) == 3
-    with pytest.raises(UserError, match="sequence 0 has filled its row of 4 slots"):
+    with pytest.raises(UserError, match="sequence 0 has filled its reservation of 4 slots"):
         arena.append(0)
 
 
-def test_an_arena_without_slots_is_refused():
+def test_bad_arenas_are_refused():
     with pytest.raises(UserError, match="at least 1 slot"):
         Arena(0, 16)
+    with pytest.raises(UserError, match="reservation must be one of max, pow2, oracle, not 'guess'"):
+        Arena(16, 16, "guess")
 
 
-def test_check_notices_a_lost_row():
+def test_check_notices_a_lost_range_and_parted_buddies():
     arena = Arena(num_slots=32, max_model_len=8)
-    arena.allocate(0, 3)
+    arena.allocate(0, 3, 1)
     del arena.ranges[0]
     with pytest.raises(AssertionError):
         arena.check()
+    buddy = BuddyAllocator(8)
+    buddy._free[8].clear()
+    buddy._free[4].update({0, 4})
+    with pytest.raises(AssertionError, match="two free buddies stand apart"):
+        buddy.check()
 
 
-def test_random_walks_lose_no_row_and_share_no_slot():
+@pytest.mark.parametrize("num_slots", [1, 2, 7, 20, 64, 100])
+def test_all_slots_come_back_as_they_were(num_slots: int):
+    buddy = BuddyAllocator(num_slots)
+    before = {size: set(starts) for size, starts in buddy._free.items()}
+    starts = []
+    while (start := buddy.allocate(1)) is not None:
+        starts.append(start)
+    assert sorted(starts) == list(range(num_slots))
+    for start in random.Random(0).sample(starts, len(starts)):
+        buddy.free(start)
+        buddy.check()
+    assert buddy._free == before
+
+
+@pytest.mark.parametrize("reservation", RESERVATIONS)
+def test_random_walks_lose_no_range_and_share_no_slot(reservation: str):
     rng = random.Random(0)
-    arena = Arena(num_slots=100, max_model_len=12)
+    arena = Arena(num_slots=100, max_model_len=12, reservation=reservation)
     fired = dict.fromkeys(("admit", "full", "append", "free"), 0)
     tokens: dict[int, list[int]] = {}
-    for seq_id in range(2000):
-        if not arena.can_admit():
+    room: dict[int, int] = {}
+    for seq_id in range(1500):
+        num_prompt, num_output = rng.randint(1, 8), rng.randint(1, 4)
+        if not arena.can_admit(num_prompt, num_output):
+            with pytest.raises(UserError):
+                arena.allocate(seq_id, num_prompt, num_output)
             fired["full"] += 1
         elif rng.random() < 0.5:
-            start = arena.allocate(seq_id, length := rng.randint(1, 12))
-            tokens[seq_id] = list(range(start, start + length))
+            start = arena.allocate(seq_id, num_prompt, num_output)
+            tokens[seq_id] = list(range(start, start + num_prompt))
+            room[seq_id] = num_output
             fired["admit"] += 1
         for other in list(tokens):
             if rng.random() < 0.04:
                 arena.free(other)
                 del tokens[other]
                 fired["free"] += 1
-            elif len(tokens[other]) < 12:
+            elif room[other]:
                 tokens[other].append(arena.append(other))
+                room[other] -= 1
                 fired["append"] += 1
         arena.check()
         taken = [slot for slots in tokens.values() for slot in slots]

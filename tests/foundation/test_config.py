@@ -198,15 +198,11 @@ def test_the_trained_length_is_found_where_transformers_finds_it(original: str) 
 
 def test_dynamic_rope_ends_at_the_trained_length_and_equals_default_until_there() -> None:
     table = {"rope_type": "dynamic", "factor": 2.0}
-    config = ModelConfig.from_dict(
-        {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": table}
-    )
+    config = ModelConfig.from_dict({"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": table})
     assert config.max_model_len == 64
     assert torch.equal(config.rope.inverse_frequencies(16), RopeConfig().inverse_frequencies(16))
     table["original_max_position_embeddings"] = 32
-    shorter = ModelConfig.from_dict(
-        {"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": table}
-    )
+    shorter = ModelConfig.from_dict({"model_type": "llama", "max_position_embeddings": 64, "rope_parameters": table})
     assert shorter.max_model_len == 32
 
 

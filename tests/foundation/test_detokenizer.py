@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minipaged.foundation.detokenizer import TextStream
+from minipaged.foundation.detokenizer import TextStream, find_byte_token_ids
 from minipaged.foundation.sampling import SamplingParams
 
 GREETING = "Hello world! naïve 日本語 😀 नमस्ते 삼겹살"
@@ -55,9 +55,7 @@ def make_metaspace() -> Tokenizer:
 
 
 TOKENIZERS = {"bytes": make_byte_level(), "fallback": make_byte_fallback(), "metaspace": make_metaspace()}
-BYTE_TOKEN_IDS = {
-    token_id for piece, token_id in TOKENIZERS["fallback"].get_vocab().items() if piece.startswith("<0x")
-}
+BYTE_TOKEN_IDS = find_byte_token_ids(TOKENIZERS["fallback"].token_to_id)
 
 
 def make_decode(kind: str, skip_special_tokens: bool = True) -> Callable[[list[int]], str]:
@@ -263,9 +261,7 @@ def test_a_stop_string_ends_the_text(name: str) -> None:
     ("min_tokens", "text", "num_tokens"),
     [(0, "a", 2), (2, "a", 2), (3, "aXb", 4), (4, "aXb", 4), (5, "aXbXc", 5), (6, "aXbXc", 6)],
 )
-def test_a_stop_string_counts_from_the_token_of_min_tokens_on(
-    min_tokens: int, text: str, num_tokens: int
-) -> None:
+def test_a_stop_string_counts_from_the_token_of_min_tokens_on(min_tokens: int, text: str, num_tokens: int) -> None:
     stream = stream_of("a", "X", "b", "X", "c", "X", stop="X", min_tokens=min_tokens)
     run(stream, range(4 if num_tokens < 5 else 5))
     assert stream.text == text
@@ -331,9 +327,7 @@ def test_random_stop_strings_cut_the_text_where_an_oracle_cuts_it(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(ids=ids_of("bytes"), stop=st.sampled_from(["e", "日", " w", "\ufffd", "😀"]), step=st.integers(1, 7))
-def test_the_step_does_not_change_the_text_or_the_token_that_stops(
-    ids: list[int], stop: str, step: int
-) -> None:
+def test_the_step_does_not_change_the_text_or_the_token_that_stops(ids: list[int], stop: str, step: int) -> None:
     one_by_one, together = make_stream("bytes", stop=stop), make_stream("bytes", stop=stop)
     assert "".join(run(one_by_one, ids)) == "".join(run(together, ids, step))
     assert one_by_one.num_tokens == together.num_tokens
@@ -349,9 +343,7 @@ def test_the_step_does_not_change_the_text_or_the_token_that_stops(
     stop=st.text("ab", min_size=1, max_size=4),
     min_tokens=st.integers(0, 12),
 )
-def test_min_tokens_and_random_stop_strings_equal_an_oracle(
-    pieces: list[str], stop: str, min_tokens: int
-) -> None:
+def test_min_tokens_and_random_stop_strings_equal_an_oracle(pieces: list[str], stop: str, min_tokens: int) -> None:
     stream = stream_of(*pieces, stop=stop, min_tokens=min_tokens)
     run(stream, range(len(pieces)))
     text, exempt = "".join(pieces), len("".join(pieces[: max(0, min_tokens - 1)]))

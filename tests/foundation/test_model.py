@@ -63,9 +63,7 @@ def random_tokens(count: int, vocab_size: int = 272) -> torch.Tensor:
     return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(count))
 
 
-def run_whole(
-    model: DecoderModel, *sequences: torch.Tensor, logits_at: torch.Tensor | None = None
-) -> torch.Tensor:
+def run_whole(model: DecoderModel, *sequences: torch.Tensor, logits_at: torch.Tensor | None = None) -> torch.Tensor:
     """Run whole sequences in one flat batch and return the logits of every token, or of those asked for."""
     lengths = [len(sequence) for sequence in sequences]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()

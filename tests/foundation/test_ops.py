@@ -31,9 +31,7 @@ ATTENTION_CASES: dict[str, tuple[list[int], int, int, int, int | None]] = {
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def attention_inputs(
-    case: str, dtype: torch.dtype = torch.float32
-) -> tuple[tuple[torch.Tensor, ...], int | None]:
+def attention_inputs(case: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[torch.Tensor, ...], int | None]:
     lengths, num_heads, num_kv_heads, head_dim, window = ATTENTION_CASES[case]
     generator = torch.Generator().manual_seed(len(case))
     total = sum(lengths)
@@ -95,9 +93,7 @@ def test_tiles_of_a_long_window_join_without_a_seam(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reference, "WINDOW_TILE", 16)
     for window in (1, 15, 16, 17, 50):
         fused = reference.causal_attention_sdpa(*inputs, window=window)
-        torch.testing.assert_close(
-            fused, reference.causal_attention(*inputs, window=window), rtol=0, atol=1e-5
-        )
+        torch.testing.assert_close(fused, reference.causal_attention(*inputs, window=window), rtol=0, atol=1e-5)
 
 
 def test_a_prompt_of_8192_tokens_needs_no_square_of_scores() -> None:

@@ -54,18 +54,14 @@ def test_many_counters_at_once_equal_an_implementation_in_python_integers() -> N
     ]
     columns = [torch.tensor(column) for column in zip(*table, strict=True)]
     words = philox4x32(tuple(columns[:4]), tuple(columns[4:]))
-    assert torch.stack(words, dim=1).tolist() == [
-        philox_in_python_integers(row[:4], row[4:]) for row in table
-    ]
+    assert torch.stack(words, dim=1).tolist() == [philox_in_python_integers(row[:4], row[4:]) for row in table]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_the_noise_of_a_token_is_what_the_module_says(seed: int) -> None:
     output_indices = [0, 7, 2**32 - 1]
     noise = gumbel_noise(seed_tensor([seed] * 3), torch.tensor(output_indices), 11, "cpu")
-    expected = [
-        [noise_in_python_floats(seed, index, token_id) for token_id in range(11)] for index in output_indices
-    ]
+    expected = [[noise_in_python_floats(seed, index, token_id) for token_id in range(11)] for index in output_indices]
     torch.testing.assert_close(noise, torch.tensor(expected), rtol=1e-6, atol=1e-6)
 
 

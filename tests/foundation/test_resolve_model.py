@@ -25,9 +25,7 @@ def test_a_folder_is_taken_as_it_is_and_other_local_names_are_refused(tmp_path: 
 
 
 def test_a_hub_model_that_cannot_be_reached_is_refused_in_one_sentence() -> None:
-    with pytest.raises(
-        UserError, match="nobody/nothing is no local folder, and could not be fetched"
-    ) as refusal:
+    with pytest.raises(UserError, match="nobody/nothing is no local folder, and could not be fetched") as refusal:
         resolve_model("nobody/nothing")
     assert "\n" not in str(refusal.value)
 

@@ -189,9 +189,7 @@ def test_a_row_is_bit_equal_alone_and_in_any_batch(vocab_size: int, dtype: torch
     for seed in range(5):
         random.Random(seed).shuffle(order)
         for chosen in (order, order[:4], order[4:]):
-            assert sample(logits[chosen], [sequences[row] for row in chosen]) == [
-                alone[row] for row in chosen
-            ]
+            assert sample(logits[chosen], [sequences[row] for row in chosen]) == [alone[row] for row in chosen]
 
 
 def run_16_steps(seeds: list[int], watched: int) -> list[int]:
@@ -248,9 +246,7 @@ def test_the_number_of_alternatives_is_what_each_row_asked_for() -> None:
     tokens = sample(logits, [sequence(temperature=0, logprobs=k) for k in (None, 0, 2, 20)])
     assert tokens[0].logprob is None
     assert [len(token.logprob.top) for token in tokens[1:] if token.logprob] == [0, 2, 4]
-    assert all(
-        token.logprob.logprob == pytest.approx(RAW[0], abs=1e-4) for token in tokens[1:] if token.logprob
-    )
+    assert all(token.logprob.logprob == pytest.approx(RAW[0], abs=1e-4) for token in tokens[1:] if token.logprob)
 
 
 def test_alternatives_with_equal_values_come_by_rising_id() -> None:
@@ -261,9 +257,7 @@ def test_alternatives_with_equal_values_come_by_rising_id() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_logprobs_of_impossible_tokens_are_finite_numbers_for_json(dtype: torch.dtype) -> None:
-    token = sample(
-        torch.tensor([[50.0, -math.inf, 0.0]], dtype=dtype), [sequence(temperature=0, logprobs=3)]
-    )[0]
+    token = sample(torch.tensor([[50.0, -math.inf, 0.0]], dtype=dtype), [sequence(temperature=0, logprobs=3)])[0]
     json.dumps(dataclasses.asdict(token), allow_nan=False)
     assert token.logprob is not None
     assert token.logprob.top[-1] == (1, -9999.0)

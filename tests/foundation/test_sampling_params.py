@@ -35,9 +35,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("name", "value", "allowed"), [(name, value, text) for name, values, text in REFUSED for value in values]
 )
-def test_a_value_out_of_range_is_refused_with_the_field_and_the_range(
-    name: str, value: Any, allowed: str
-) -> None:
+def test_a_value_out_of_range_is_refused_with_the_field_and_the_range(name: str, value: Any, allowed: str) -> None:
     with pytest.raises(UserError) as error:
         SamplingParams(**{name: value})
     assert str(error.value).startswith(name)

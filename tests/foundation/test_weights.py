@@ -31,9 +31,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     shutil.copytree(single, shards)
     tensors = load_file(shards / SINGLE)
     (shards / SINGLE).unlink()
-    weight_map = {
-        name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))
-    }
+    weight_map = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
     for shard in set(weight_map.values()):
         save_file({name: tensors[name] for name in tensors if weight_map[name] == shard}, shards / shard)
     (shards / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
