@@ -5,7 +5,7 @@ while the program runs: trying out would make the first calls slow and cannot ha
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -32,19 +32,19 @@ class Tiles:
 
 
 # Two things limit a tile. Shared memory: a stage holds one tile of K and one of V, 2 x keys x head_dim x bytes (32 KB
-# for 64 keys of 128 half-precision entries). Registers: the running sums of a tile, queries x head_dim in fp32, stay
-# in them all the time; on GPUs before 9.0 the operands of the matrix instructions do too, so keys are halved there.
-# More queries per tile read K and V less often. One query token's group of heads needs 16 rows mostly: decode is all
-# about keeping reads of K and V in flight. The inner keys are limits of the head size, padded to a power of two.
+# for 64 keys of 128 half-precision entries). Registers: the running sums, queries x head_dim in fp32, stay in them
+# all the time; before 9.0 the operands of the matrix instructions do too, hence fewer keys or more warps there. More
+# queries per tile read K and V less often; in decode there are few, and all is about having enough reads in flight.
+# The keys of the inner tables are the largest head size that a row is for.
 PREFILL_TILES = {
     "9.0": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "8.0": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "small": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 32, 8, 2)},
+    "8.0": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 16, 8, 2)},
+    "small": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 16, 8, 2)},
 }
 DECODE_TILES = {
-    "9.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
-    "8.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 3)},
-    "small": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 4, 2)},
+    "9.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 8, 3)},
+    "8.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 8, 3), 256: Tiles(16, 32, 8, 3)},
+    "small": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 8, 3), 256: Tiles(16, 32, 8, 3)},
 }
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
@@ -61,9 +61,14 @@ def prefill_tiles(q: Tensor) -> Tiles:
     return PREFILL_TILES_FP32 if q.dtype == torch.float32 else _look_up(PREFILL_TILES, q)
 
 
-def decode_tiles(q: Tensor) -> Tiles:
-    """Return the tiles for attention of one query token per sequence, under the invariant of `prefill_tiles`."""
-    return DECODE_TILES_FP32 if q.dtype == torch.float32 else _look_up(DECODE_TILES, q)
+def decode_tiles(q: Tensor, group: int) -> Tiles:
+    """Return the tiles for one query token per sequence, whose ``group`` heads of a KV head are the rows of a tile.
+
+    Matrix instructions want at least 16 rows. The invariant is that of `prefill_tiles`.
+    """
+    tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _look_up(DECODE_TILES, q)
+    rows = padded(group, minimum=tiles.queries)
+    return replace(tiles, queries=rows, num_warps=8 if rows > 32 else tiles.num_warps)
 
 
 def _look_up(table: dict[str, dict[int, Tiles]], q: Tensor) -> Tiles:

@@ -15,7 +15,8 @@ from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import EngineOptions, Result
+from minipaged.foundation.generate import EngineOptions
+from minipaged.foundation.sequence import Result
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
 from minipaged.machine import choose_device, choose_dtype, default_num_blocks

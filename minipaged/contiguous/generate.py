@@ -10,9 +10,10 @@ from minipaged.contiguous.arena import Arena
 from minipaged.contiguous.ops import contiguous_attention
 from minipaged.errors import UserError
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import EngineOptions, Sequence
+from minipaged.foundation.generate import EngineOptions
 from minipaged.foundation.model import Attend, DecoderModel
 from minipaged.foundation.sampling_params import SamplingParams
+from minipaged.foundation.sequence import Sequence
 from minipaged.shapes import Float, Int, Tensor
 
 

@@ -32,13 +32,14 @@ def contiguous_attention(
     check_heads("contiguous_attention", q, k)
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
-    tiles = decode_tiles(q)
+    group = num_heads // num_kv_heads
+    tiles = decode_tiles(q, group)
     out = torch.empty_like(q)
     if num_seqs:
         contiguous_attention_kernel[(num_kv_heads, num_seqs)](
             q, k, v, out, seq_lens, k.shape[1], LOG2_E * scale,
-            NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, WINDOW=window,
-            TILE_GROUP=padded(num_heads // num_kv_heads, minimum=tiles.queries), TILE_KEYS=tiles.keys,
+            NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, WINDOW=window,
+            TILE_GROUP=tiles.queries, TILE_KEYS=tiles.keys,
             TILE_DIM=padded(head_dim, minimum=16),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
         )  # fmt: skip

@@ -30,6 +30,7 @@ __all__ = [
     "SamplingParams",
     "SequenceState",
     "TokenLogprobs",
+    "penalized_logprobs",
     "sample",
 ]
 
@@ -125,6 +126,21 @@ def sample(logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> 
     chosen = token_ids.tolist()
     logprobs = _logprobs(raw, sequences, chosen)
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+
+
+def penalized_logprobs(logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> Float[Tensor, "B V"]:
+    """Return the log-probabilities that a search ranks tokens by: the raw distribution's, then the penalties.
+
+    A banned end token gets -inf; the others keep their value, so a row need not sum to 1 any more.
+
+    Raises:
+        InvalidLogitsError: A row has no finite largest logit.
+    """
+    raw = logits.to(torch.float32)
+    _check_finite(raw.max(dim=-1).values)
+    logprobs = _penalize(raw.log_softmax(dim=-1), sequences)
+    _check_finite(logprobs.max(dim=-1).values)  # a ban may leave nothing
+    return logprobs
 
 
 def _setting(params: SamplingParams, name: str) -> float:

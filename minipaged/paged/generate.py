@@ -3,9 +3,9 @@
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.contiguous.generate import allocate_kv
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import Sequence
 from minipaged.foundation.model import Attend
 from minipaged.foundation.sampling_params import SamplingParams
+from minipaged.foundation.sequence import Sequence
 from minipaged.paged.cache import PagedCache
 from minipaged.paged.ops import paged_attention, write_slots
 from minipaged.shapes import UNUSED_BLOCK, Int, Tensor

@@ -60,13 +60,14 @@ def paged_attention(
     check_heads("paged_attention", q, k_pool)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
-    tiles = decode_tiles(q)
+    group = num_heads // num_kv_heads
+    tiles = decode_tiles(q, group)
     out = torch.empty_like(q)
     if num_seqs:
         paged_attention_kernel[(num_kv_heads, num_seqs)](
             q, k_pool, v_pool, out, block_tables, seq_lens, block_tables.shape[1], LOG2_E * scale,
-            SLOTS=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-            WINDOW=window, TILE_GROUP=padded(num_heads // num_kv_heads, minimum=tiles.queries),
+            SLOTS=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
+            WINDOW=window, TILE_GROUP=tiles.queries,
             TILE_KEYS=tiles.keys, TILE_DIM=padded(head_dim, minimum=16),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
         )  # fmt: skip

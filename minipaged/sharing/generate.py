@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 from minipaged.foundation.detokenizer import TextStream
-from minipaged.foundation.generate import MAX_BATCH, Result, Sequence, StepOutput
+from minipaged.foundation.generate import MAX_BATCH
 from minipaged.foundation.model import Attend
 from minipaged.foundation.philox import child_seed
 from minipaged.foundation.sampling import sample
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
+from minipaged.foundation.sequence import Result, Sequence, StepOutput
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.sharing.cache import SharingCache
