@@ -23,12 +23,22 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """How an attention kernel is cut: rows of queries, keys per step, warps per program, steps in flight."""
+    """How an attention kernel is cut: rows of queries, keys per step, warps per program, steps in flight.
+
+    ``max_registers`` of a thread are allowed. Without a limit the assembler spills a few of them to memory whenever
+    that lets one program more share the processor.
+    """
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
+    max_registers: int = 255
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the options of the launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
 # Two things limit a tile. Shared memory: a stage holds one tile of K and one of V, 2 x keys x head_dim x bytes (32 KB
@@ -41,11 +51,7 @@ PREFILL_TILES = {
     "8.0": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 16, 8, 2)},
     "small": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 16, 8, 2)},
 }
-DECODE_TILES = {
-    "9.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 4, 3), 256: Tiles(16, 32, 8, 3)},
-    "8.0": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 8, 3), 256: Tiles(16, 32, 8, 3)},
-    "small": {64: Tiles(16, 64, 4, 3), 128: Tiles(16, 64, 8, 3), 256: Tiles(16, 32, 8, 3)},
-}
+DECODE_TILES = {64: Tiles(16, 64, 4, 3, 128), 128: Tiles(16, 64, 8, 3, 128), 256: Tiles(16, 32, 8, 3, 128)}
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
@@ -58,7 +64,8 @@ def prefill_tiles(q: Tensor) -> Tiles:
         Not on lengths or the number of sequences: tile edges decide in which order numbers are added, so a token's
         bits would change with its neighbours.
     """
-    return PREFILL_TILES_FP32 if q.dtype == torch.float32 else _look_up(PREFILL_TILES, q)
+    rows = PREFILL_TILES[gpu_class(compute_capability(q.device))]
+    return PREFILL_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(rows, q)
 
 
 def decode_tiles(q: Tensor, group: int) -> Tiles:
@@ -66,13 +73,14 @@ def decode_tiles(q: Tensor, group: int) -> Tiles:
 
     Matrix instructions want at least 16 rows. The invariant is that of `prefill_tiles`.
     """
-    tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _look_up(DECODE_TILES, q)
+    tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(DECODE_TILES, q)
     rows = padded(group, minimum=tiles.queries)
-    return replace(tiles, queries=rows, num_warps=8 if rows > 32 else tiles.num_warps)
+    if rows > 32:
+        tiles = replace(tiles, num_warps=8, max_registers=255)
+    return replace(tiles, queries=rows)
 
 
-def _look_up(table: dict[str, dict[int, Tiles]], q: Tensor) -> Tiles:
-    rows = table[gpu_class(compute_capability(q.device))]
+def _for_head_dim(rows: dict[int, Tiles], q: Tensor) -> Tiles:
     return next(tiles for limit, tiles in rows.items() if q.shape[-1] <= limit)
 
 

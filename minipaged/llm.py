@@ -14,6 +14,7 @@ from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
+from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.generate import EngineOptions
 from minipaged.foundation.sequence import Result
@@ -106,16 +107,14 @@ class LLM:
         self.model = load_model(folder, dtype=self.dtype, device=self.device, tier=tier)
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
-        eos = {*self.config.eos_token_ids, *as_ids(generation_config.get("eos_token_id"))}
         options = EngineOptions(
             max_model_len=self.max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
             reservation=reservation or "max",
-            decode=self.tokenizer.decode if self.tokenizer else None,
-            eos_token_ids=frozenset(eos | self.tokenizer.eos_token_ids if self.tokenizer else eos),
             generation_config=generation_config,
             seed=seed,
+            **self._text_options(generation_config),
         )
         self.engine = ENGINES[self.rung](self.model, options)
 
@@ -192,6 +191,17 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Return the engine's counters since its start, and its blocks now."""
         return self.engine.stats()
+
+    def _text_options(self, generation_config: dict[str, Any]) -> dict[str, Any]:
+        """Return what the engine has to know of the tokenizer: how to decode, and which tokens are special to it."""
+        eos = {*self.config.eos_token_ids, *as_ids(generation_config.get("eos_token_id"))}
+        if self.tokenizer is None:
+            return {"eos_token_ids": frozenset(eos)}
+        return {
+            "decode": self.tokenizer.decode,
+            "byte_token_ids": find_byte_token_ids(self.tokenizer.backend.token_to_id),
+            "eos_token_ids": frozenset(eos | self.tokenizer.eos_token_ids),
+        }
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what only a higher rung can do."""

@@ -135,3 +135,16 @@ def owned_slots(cache: Any) -> list[int]:
     if hasattr(cache, "tables"):
         return [slot for table in cache.tables.values() for slot in table.slots(0, table.num_tokens)]
     return [own.start + i for own in cache.ranges.values() for i in range(own.num_tokens)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run go on longer with its random walks: ``pytest --num-operations 1000000``."""
+    parser.addoption(
+        "--num-operations", type=int, default=10_000, help="operations of each random walk over bookkeeping"
+    )
+
+
+@pytest.fixture
+def num_operations(request: pytest.FixtureRequest) -> int:
+    """Return how many operations a random walk makes."""
+    return request.config.getoption("--num-operations")

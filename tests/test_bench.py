@@ -25,7 +25,8 @@ def quick_record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_without_arguments_the_benches_are_listed(capsys):
     assert main([]) == 0
-    assert all(name in capsys.readouterr().out for name in BENCHES)
+    listing = capsys.readouterr().out
+    assert all(f"  {name} " in listing for name in BENCHES)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from minipaged.errors import UserError
 
 BENCHES = {
     "cpu": "speed against transformers.generate and resident memory, on the CPU",
+    "evidence": "the tests that need a GPU: which ran, on what, and how they ended",
 }
 """Name of each bench, which is its module's too, and what it measures."""
 
@@ -23,7 +24,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 def list_benches() -> str:
     """Return the help text that names every bench."""
-    lines = [f"  {name:<8}{purpose}" for name, purpose in BENCHES.items()]
+    lines = [f"  {name:<12}{purpose}" for name, purpose in BENCHES.items()]
     return "\n".join(["python -m minipaged.bench NAME [--help], where NAME is one of", *lines])
 
 

@@ -90,13 +90,15 @@ def _chat(options: argparse.Namespace) -> None:
     needs_no_download = is_at_hand(options.model)
     loading = Loading(options)
     loading.start()
+    code = INTERRUPTED
     try:
         run(options, loading, needs_no_download)
+        code = 0
     finally:
         if loading.is_alive():
-            # Left before the model was there: Python would wait for the import of torch in the other thread.
+            # Left before the model was there. Python's own exit would trip over the thread that still loads.
             sys.stdout.flush()
-            os._exit(0)
+            os._exit(code)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
     from minipaged.llm import LLM, check_rung
 
     rung = check_rung(rung)
-    folder = resolve_model(options.model, options.revision, Progress(sys.stderr))
+    with Progress(sys.stderr) as progress:
+        folder = resolve_model(options.model, options.revision, progress)
     num_blocks = options.num_blocks
     if num_blocks is None and rung != "foundation":
         num_blocks = _num_blocks_for_one(options, folder)
@@ -105,7 +106,10 @@ class Loading(threading.Thread):
 
     def wait(self) -> "ChatSession":
         """Return the session when it is there, or raise what kept it from being there."""
-        self.join()
+        with Progress(sys.stderr) as progress:
+            if self.is_alive():
+                progress("loading the model")
+            self.join()
         if self.error is not None:
             raise self.error
         assert self._session is not None

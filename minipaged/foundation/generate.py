@@ -40,6 +40,7 @@ class EngineOptions:
         num_blocks: Blocks of the cache; None where the rung has no cache.
         reservation: How much a sequence reserves where it needs one dense range.
         decode: Turns token ids into text, special tokens left out; None when the model has no tokenizer.
+        byte_token_ids: Tokens that stand for a single byte; see `TextStream`.
         eos_token_ids: Every token that ends an answer.
         generation_config: The model's own sampling defaults.
         seed: Makes the seeds of requests that bring none; None draws them at random.
@@ -50,6 +51,7 @@ class EngineOptions:
     num_blocks: int | None = None
     reservation: str = "max"
     decode: Callable[[list[int]], str] | None = None
+    byte_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()
     generation_config: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
@@ -94,7 +96,7 @@ class Engine:
                 seed=self._seed_for(request_id, params),
                 end_token_ids=eos | frozenset(params.stop_token_ids),
                 max_output_tokens=limit if params.max_tokens is None else min(limit, params.max_tokens),
-                text_stream=TextStream(self.options.decode, params),
+                text_stream=self.make_text_stream(params),
             )
         )
         return request_id
@@ -214,6 +216,10 @@ class Engine:
                 f"into the limit of {limit} (max_model_len)"
             )
         return prompt
+
+    def make_text_stream(self, params: SamplingParams) -> TextStream:
+        """Return an empty text for a new sequence."""
+        return TextStream(self.options.decode, params, self.options.byte_token_ids)
 
     def _seed_for(self, request_id: int, params: SamplingParams) -> int:
         if params.seed is not None:

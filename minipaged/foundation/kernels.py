@@ -177,7 +177,7 @@ def causal_attention(
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, WINDOW=window,
             TILE_QUERIES=tiles.queries, TILE_HEADS=tile_heads, TILE_KEYS=tiles.keys,
             TILE_DIM=padded(head_dim, minimum=16),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+            **tiles.options, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -52,20 +52,32 @@ class InvalidLogitsError(ArithmeticError):
 
 
 class SequenceState(Protocol):
-    """What `sample` reads of a sequence; ``params`` are resolved, ``end_token_ids`` banned until
-    min_tokens.
-    """
+    """What `sample` reads of a sequence."""
 
     @property
-    def params(self) -> SamplingParams: ...
+    def params(self) -> SamplingParams:
+        """How to choose; resolved, so that no field of `SamplingParams.resolve` is None."""
+        ...
+
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """The key of the noise."""
+        ...
+
     @property
-    def prompt_token_ids(self) -> Sequence[int]: ...
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt, for the repetition penalty."""
+        ...
+
     @property
-    def output_token_ids(self) -> Sequence[int]: ...
+    def output_token_ids(self) -> Sequence[int]:
+        """The tokens chosen so far; their number is the output index of the next one."""
+        ...
+
     @property
-    def end_token_ids(self) -> frozenset[int]: ...
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end the sequence: they cannot be chosen before ``min_tokens``."""
+        ...
 
 
 @dataclass(frozen=True)

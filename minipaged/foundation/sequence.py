@@ -28,7 +28,8 @@ class Result:
 
     ``token_ids`` holds every generated token, the end token too; ``text`` does not show the end token.
     ``finish_reason`` is "stop" (an end token or a stop string), "length" (``max_tokens``, the model's limit or the
-    cache's) or "abort". ``index`` counts the samples of one prompt. ``seed`` makes the sample again.
+    cache's) or "abort". ``index`` counts the samples of one prompt. ``seed`` makes the sample again. ``score`` is
+    what the samples of a request were ranked by, None where nothing was ranked.
     """
 
     prompt_token_ids: list[int]
@@ -39,6 +40,7 @@ class Result:
     seed: int
     logprobs: list[TokenLogprobs] | None
     metrics: Metrics
+    score: float | None = None
 
 
 @dataclass(frozen=True)

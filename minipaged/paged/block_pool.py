@@ -74,12 +74,15 @@ class BlockPool:
         Raises:
             UserError: The block is free already, or no such block exists.
         """
-        if not 0 <= block_id < self.num_blocks:
-            raise UserError(f"block {block_id} does not exist; ids are 0 to {self.num_blocks - 1}")
+        self._check_id(block_id)
         if self._is_free[block_id]:
             raise UserError(f"block {block_id} is freed a second time")
         self._is_free[block_id] = True
         self._free.append(block_id)
+
+    def _check_id(self, block_id: int) -> None:
+        if not 0 <= block_id < self.num_blocks:
+            raise UserError(f"block {block_id} does not exist; ids are 0 to {self.num_blocks - 1}")
 
     def check(self) -> None:
         """Assert the invariants."""

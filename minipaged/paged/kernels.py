@@ -69,7 +69,7 @@ def paged_attention(
             SLOTS=block_size, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim,
             WINDOW=window, TILE_GROUP=tiles.queries,
             TILE_KEYS=tiles.keys, TILE_DIM=padded(head_dim, minimum=16),
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=False,
+            **tiles.options, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -27,21 +27,32 @@ class Sharing:
         return self.num_blocks_without_sharing - self.num_blocks_used
 
 
+@dataclass
+class Promise:
+    """What a family may have at most, blocks and sequences at a time, and how many sequences it has."""
+
+    max_blocks: int
+    max_sequences: int
+    blocks_per_fork: int
+    num_sequences: int = 1
+
+
 class SharingCache(PagedCache):
     """Rung 2's cache, and `fork`.
 
     Changes of rung 2: a block may stand in several tables, and `append` copies a shared last block before it is
     written. The copies are only noted here, in ``pending_copies``; the engine makes them all in one launch before
-    the next write.
+    the next write. Sequences that were forked from one prompt are a family, and a promise is made to all of it.
 
     Invariants:
-        A block's count is the number of tables that hold it. A block that will be written has count 1.
+        A block's count is the number of tables that hold it. A block that will be written has count 1, so no
+        target of a pending copy is another's source or target.
 
     Example:
         S = 4, 6 prompt tokens, two sequences. The fork shares both blocks; the first write copies the part-full one.
 
         >>> cache = SharingCache(num_blocks=8, block_size=4)
-        >>> cache.allocate(7, num_prompt_tokens=6, max_tokens=8)
+        >>> cache.allocate(7, num_prompt_tokens=6, max_tokens=8, num_sequences=2)
         >>> cache.fork(7, 9)
         >>> cache.tables[9].block_ids, cache.sharing().num_blocks_saved
         ([0, 1], 2)
@@ -57,8 +68,8 @@ class SharingCache(PagedCache):
         super().__init__(num_blocks, block_size)
         self.num_copies = 0
         self.pending_copies: list[tuple[int, int]] = []  # (from, to) block ids, not yet made
-        self._family: dict[int, int] = {}  # each sequence's family: those that were forked from one prompt
-        self._family_blocks: dict[int, int] = {}  # what a family may have at most
+        self._family: dict[int, int] = {}  # each sequence's family, which is named by its first sequence
+        self._promises: dict[int, Promise] = {}  # by family
 
     def make_pool(self, num_blocks: int, block_size: int) -> RefCountedBlockPool:
         """Count references."""
@@ -67,7 +78,7 @@ class SharingCache(PagedCache):
     @property
     def num_promised(self) -> int:
         """Return how many blocks the running families may have at most, together."""
-        return sum(self._family_blocks.values())
+        return sum(promise.max_blocks for promise in self._promises.values())
 
     def can_admit(self, max_tokens: int, num_prompt_tokens: int = 0, num_sequences: int = 1) -> bool:
         """Return whether a family can enter: sequences with a common prompt, whose full blocks count once."""
@@ -75,23 +86,31 @@ class SharingCache(PagedCache):
         return self.num_promised + need <= self.pool.num_blocks
 
     def allocate(self, seq_id: int, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1) -> None:
-        """Make a block table for a prompt, and promise room for a family of up to ``num_sequences``."""
-        if not self.can_admit(max_tokens, num_prompt_tokens, num_sequences):
+        """Make a block table for a prompt, and promise room for a family of up to ``num_sequences`` at a time."""
+        need = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences)
+        if self.num_promised + need > self.pool.num_blocks:
             raise UserError(
-                f"{num_sequences} sequences of {max_tokens} slots need "
-                f"{self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences)} blocks; "
+                f"{num_sequences} sequences of {max_tokens} slots need {need} blocks; "
                 f"{self.num_promised} of {self.pool.num_blocks} are promised to others"
             )
+        per_fork = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences + 1) - need
         self._family[seq_id] = seq_id
-        self._family_blocks[seq_id] = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences)
+        self._promises[seq_id] = Promise(need, num_sequences, per_fork)
         self._start(seq_id, num_prompt_tokens, max_tokens)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Let a new sequence of the family share all blocks of another.
 
+        Raises:
+            UserError: The family has as many sequences as it was promised, and the pool has no room for another.
+
         Cost:
             One count per block of the parent; no keys or values move.
         """
+        promise = self._promises[self._family[parent_id]]
+        if promise.num_sequences == promise.max_sequences:
+            self._extend(promise)
+        promise.num_sequences += 1
         parent = self.tables[parent_id]
         for block_id in parent.block_ids:
             self.pool.share(block_id)
@@ -103,10 +122,27 @@ class SharingCache(PagedCache):
         """Give a sequence's references back; with the last of its family the promise ends too."""
         super().free(seq_id)
         family = self._family.pop(seq_id)
-        if family not in self._family.values():
-            del self._family_blocks[family]
+        promise = self._promises[family]
+        promise.num_sequences -= 1
+        if promise.num_sequences == 0:
+            del self._promises[family]
+        # After a step that failed half-way: the target has no owner any more, and may soon have another.
+        waiting = [copy for copy in self.pending_copies if not self.pool.is_free(copy[1])]
+        self.num_copies -= len(self.pending_copies) - len(waiting)
+        self.pending_copies = waiting
+
+    def _extend(self, promise: Promise) -> None:
+        if self.num_promised + promise.blocks_per_fork > self.pool.num_blocks:
+            raise UserError(
+                f"one more fork may need {promise.blocks_per_fork} blocks; {self.num_promised} of "
+                f"{self.pool.num_blocks} are promised"
+            )
+        promise.max_blocks += promise.blocks_per_fork
+        promise.max_sequences += 1
 
     def _blocks_needed(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> int:
+        if max_tokens <= num_prompt_tokens:
+            return num_blocks_for(num_prompt_tokens, self.pool.block_size)  # nothing is written behind the prompt
         shared = num_prompt_tokens // self.pool.block_size
         return shared + num_sequences * (num_blocks_for(max_tokens, self.pool.block_size) - shared)
 
@@ -156,10 +192,16 @@ class SharingCache(PagedCache):
             assert counts[block_id] == self.pool.num_references(block_id), f"block {block_id} is miscounted"
         for table in self.tables.values():
             table.check()
+        for source, target in self.pending_copies:
+            assert counts[target] == 1 and source != target, f"block {target} waits for a copy and is not one's own"
         assert self._family.keys() == self.tables.keys() == self._max_blocks.keys()
-        assert set(self._family.values()) == self._family_blocks.keys()
-        for family, most in self._family_blocks.items():
+        self._check_promises()
+
+    def _check_promises(self) -> None:
+        assert set(self._family.values()) == self._promises.keys()
+        for family, promise in self._promises.items():
             members = [seq_id for seq_id, own in self._family.items() if own == family]
-            own_blocks = {block_id for seq_id in members for block_id in self.tables[seq_id].block_ids}
-            assert len(own_blocks) <= most, f"family {family} has {len(own_blocks)} blocks, {most} were promised"
+            blocks = {block_id for seq_id in members for block_id in self.tables[seq_id].block_ids}
+            assert len(members) == promise.num_sequences <= promise.max_sequences
+            assert len(blocks) <= promise.max_blocks, f"{len(blocks)} blocks, {promise.max_blocks} were promised"
         assert self.num_promised <= self.pool.num_blocks

@@ -1,26 +1,29 @@
-"""Rung 3's engine: several sequences of one prompt, forked after its prefill."""
+"""Rung 3's engine: several sequences of one prompt, forked after its prefill or, as beams, at every step."""
 
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import replace
+from typing import Any
 
-from minipaged.foundation.detokenizer import TextStream
 from minipaged.foundation.generate import MAX_BATCH
 from minipaged.foundation.model import Attend
 from minipaged.foundation.philox import child_seed
-from minipaged.foundation.sampling import sample
+from minipaged.foundation.sampling import SampledToken, penalized_logprobs, sample
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
 from minipaged.foundation.sequence import Result, Sequence, StepOutput
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.shapes import Float, Int, Tensor
+from minipaged.sharing.beam import Beam
 from minipaged.sharing.cache import SharingCache
+from minipaged.sharing.family import Family, num_sequences
 from minipaged.sharing.ops import copy_blocks
-from minipaged.sharing.params import SamplingParams
 
 
 class Engine(PagedEngine):
     """Static batches over shared blocks.
 
-    Changes of rung 2: a request runs `SamplingParams.num_sequences` sequences. The prompt goes through the model
-    once; then the sequence forks, and every child takes its own first token from the same logits.
+    Changes of rung 2: a request runs `SamplingParams.num_sequences` sequences, its family. The prompt goes through
+    the model once. Samples then fork from it and each takes its own tokens; beams fork at every step from those
+    that live on.
     """
 
     rung = "sharing"
@@ -34,10 +37,14 @@ class Engine(PagedEngine):
     # -- room for a family
 
     def slots_per_sequence(self, num_prompt_tokens: int, params: FoundationParams) -> int:
-        """Return the slots of the prompt's full blocks, which all share, and of an equal part of the others."""
+        """Return the slots of the prompt's full blocks, which all share, and of an equal part of the others.
+
+        A prompt that fits alone always gets one token for each sequence: the last token needs no slot.
+        """
         pool = self.cache.pool
         shared = num_prompt_tokens // pool.block_size
-        return (shared + (pool.num_blocks - shared) // num_sequences(params)) * pool.block_size
+        own = (pool.num_blocks - shared) // num_sequences(params)
+        return min(max((shared + own) * pool.block_size, num_prompt_tokens), pool.num_blocks * pool.block_size)
 
     def can_admit(self, seq: Sequence) -> bool:
         """Return whether the batch and the pool have room for the whole family."""
@@ -49,15 +56,23 @@ class Engine(PagedEngine):
         """Take the prompt's blocks, and promise the family its room."""
         max_tokens, num_prompt_tokens, count = self._room(seq)
         self.cache.allocate(seq.seq_id, num_prompt_tokens, max_tokens, count)
-        family = self.families[seq.request_id] = Family(seq.params)
+        family = self.families[seq.request_id] = Family.of(seq)
         if family.holds_back and seq.params.logprobs is None:
             seq.params = replace(seq.params, logprobs=0)  # to rank the samples by
 
     def abort(self, request_id: int) -> list[Result]:
-        """Drop all sequences of a request; return what each had, and those that were held back."""
+        """Drop all sequences of a request; return what each had, and those that were held back.
+
+        Of a beam search that are the ``n`` best of the beams that live.
+        """
         family = self.families.pop(request_id, None)
-        held = family.results if family and family.holds_back else []
-        return held + super().abort(request_id)
+        if family is None or family.search is None:
+            held = family.results if family and family.holds_back else []
+            return held + super().abort(request_id)
+        for rank, seq in enumerate(self._members(request_id)):  # in the order of their sums
+            seq.index = rank
+            seq.text_stream.push(seq.output_token_ids)
+        return super().abort(request_id)[: getattr(family.params, "n", 1)]
 
     def stats(self) -> dict[str, int]:
         """Return the counters of the pool, and the copies made."""
@@ -76,37 +91,51 @@ class Engine(PagedEngine):
             copy_blocks(self.kv, self.tensor(copies), tier=self.model.tier)
         return super().attend_decode(batch, slots)
 
-    # -- several samples
+    # -- several sequences of one prompt
 
     def choose(self, batch: list[Sequence], logits: Float[Tensor, "B V"]) -> list[StepOutput]:
+        """Let every sample take its token and every beam search make its step."""
+        samples: list[int] = []  # rows of the batch
+        searches: dict[int, list[int]] = {}  # rows by request
+        for row, seq in enumerate(batch):
+            is_beam = self.families[seq.request_id].search is not None
+            (searches.setdefault(seq.request_id, []) if is_beam else samples).append(row)
+        outputs = self._choose_samples([batch[row] for row in samples], self._pick(logits, samples))
+        for rows in searches.values():
+            outputs += self._advance_search([batch[row] for row in rows], self._pick(logits, rows))
+        return outputs
+
+    def _pick(self, logits: Float[Tensor, "B V"], rows: list[int]) -> Float[Tensor, "R V"]:
+        return logits if rows == list(range(len(logits))) else logits[self.tensor(rows)]
+
+    def _fork(self, parent: Sequence, **changes: Any) -> Sequence:
+        """Make a sequence that shares the parent's blocks and prompt."""
+        child = self._without_text(parent, seq_id=next(self.seq_ids), **changes)
+        self.cache.fork(parent.seq_id, child.seq_id)
+        return child
+
+    def _without_text(self, seq: Sequence, **changes: Any) -> Sequence:
+        stream = self.make_text_stream(seq.params)
+        return replace(seq, **({"output_token_ids": [], "logprobs": [], "text_stream": stream} | changes))
+
+    # -- samples
+
+    def _choose_samples(self, batch: list[Sequence], logits: Float[Tensor, "B V"]) -> list[StepOutput]:
         """Fork sequences that have just had their prefill, then let every sequence take its own token."""
         rows, members = [], []
         for row, seq in enumerate(batch):
-            family = [seq] if seq.output_token_ids else [seq, *self._fork(seq)]
+            family = [seq] if seq.output_token_ids else [seq, *self._fork_samples(seq)]
             members += family
             rows += [row] * len(family)
-        if len(members) > len(batch):
-            logits = logits[self.tensor(rows)]
         outputs = []
-        for seq, token in zip(members, sample(logits, members), strict=True):
+        for seq, token in zip(members, sample(self._pick(logits, rows), members), strict=True):
             outputs += self._family_outputs(self.append(seq, token))
         return outputs
 
-    def _fork(self, parent: Sequence) -> list[Sequence]:
+    def _fork_samples(self, parent: Sequence) -> list[Sequence]:
         """Make children 1 and up of a sequence; the parent is child 0."""
-        children = []
-        for index in range(1, num_sequences(parent.params)):
-            child = replace(
-                parent,
-                seq_id=next(self.seq_ids),
-                index=index,
-                seed=child_seed(parent.seed, index),
-                output_token_ids=[],
-                logprobs=[],
-                text_stream=TextStream(self.options.decode, parent.params),
-            )
-            self.cache.fork(parent.seq_id, child.seq_id)
-            children.append(child)
+        indices = range(1, num_sequences(parent.params))
+        children = [self._fork(parent, index=index, seed=child_seed(parent.seed, index)) for index in indices]
         self.running += children
         return children
 
@@ -120,40 +149,56 @@ class Engine(PagedEngine):
             del self.families[output.request_id]
         if not family.holds_back:
             return [replace(output, is_last=is_last)]
-        best = family.best() if is_last else []
-        return [
-            StepOutput(output.request_id, result.index, result.token_ids, result.text, result, result is best[-1])
-            for result in best
-        ]
+        return _whole_outputs(output.request_id, family.best() if is_last else [])
+
+    # -- beams
+
+    def _advance_search(self, beams: list[Sequence], logits: Float[Tensor, "W V"]) -> list[StepOutput]:
+        """Make one step of a beam search: drop, fork and extend its sequences, or end it."""
+        request_id = beams[0].request_id
+        search = self.families[request_id].search
+        assert search is not None
+        survivors = search.advance(penalized_logprobs(logits, beams))
+        # First the dropped beams go: their blocks may be the ones that the next writes take.
+        kept = set() if search.done else {parent for parent, _ in survivors}
+        for i, beam in enumerate(beams):
+            if i not in kept:
+                self.release(beam)
+        self.running = [seq for seq in self.running if seq.request_id != request_id]
+        if not search.done:
+            self.running += self._extend_beams(beams, survivors)
+            return []
+        family = self.families.pop(request_id)
+        best = search.best(getattr(family.params, "n", 1))
+        return _whole_outputs(request_id, [self._beam_result(beams[0], i, beam) for i, beam in enumerate(best)])
+
+    def _extend_beams(self, beams: list[Sequence], survivors: list[tuple[int, int]]) -> list[Sequence]:
+        """Return a sequence for each survivor: the parent itself for its first child, a fork for any other."""
+        extended: list[Sequence] = []
+        for parent, _ in survivors:
+            seq = beams[parent]
+            if seq in extended:
+                seq = self._fork(seq, output_token_ids=list(seq.output_token_ids))
+            extended.append(seq)
+        for seq, (_, token_id) in zip(extended, survivors, strict=True):  # when no fork needs the old tokens any more
+            seq.first_token_time = seq.first_token_time or time.perf_counter()
+            seq.output_token_ids.append(token_id)
+        return extended
+
+    def _beam_result(self, seq: Sequence, index: int, beam: Beam) -> Result:
+        """Return a finished beam as a result, with its text."""
+        seq = self._without_text(seq, index=index)
+        for token_id in beam.token_ids:
+            seq.append(SampledToken(token_id, None))
+        return replace(seq.result(), score=beam.score)
+
+    def _members(self, request_id: int) -> list[Sequence]:
+        return [seq for seq in self.running if seq.request_id == request_id]
 
 
-@dataclass
-class Family:
-    """The sequences of one request: what was asked for, and which have ended."""
-
-    params: FoundationParams
-    results: list[Result] = field(default_factory=list)
-
-    @property
-    def holds_back(self) -> bool:
-        """Return whether nobody can know before the end which samples will be returned."""
-        return num_sequences(self.params) > getattr(self.params, "n", 1)
-
-    def best(self) -> list[Result]:
-        """Return the n samples with the best mean log-probability, best first, counted anew from 0."""
-        assert isinstance(self.params, SamplingParams)
-        ranked = sorted(self.results, key=lambda result: (-_mean_logprob(result), result.index))
-        kept = ranked[: self.params.n]
-        if self.params.logprobs is None:  # they were asked for only to rank by them
-            kept = [replace(result, logprobs=None) for result in kept]
-        return [replace(result, index=index) for index, result in enumerate(kept)]
-
-
-def num_sequences(params: FoundationParams) -> int:
-    """Return how many sequences a request runs at once; rung 0's parameters ask for one."""
-    return params.num_sequences if isinstance(params, SamplingParams) else 1
-
-
-def _mean_logprob(result: Result) -> float:
-    assert result.logprobs
-    return sum(each.logprob for each in result.logprobs) / len(result.logprobs)
+def _whole_outputs(request_id: int, results: list[Result]) -> list[StepOutput]:
+    """Return finished samples as one output each."""
+    return [
+        StepOutput(request_id, result.index, result.token_ids, result.text, result, is_last=result is results[-1])
+        for result in results
+    ]

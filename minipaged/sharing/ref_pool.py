@@ -43,8 +43,9 @@ class RefCountedBlockPool(BlockPool):
         """Add a reference.
 
         Raises:
-            UserError: Nobody has the block, so there is nothing to share.
+            UserError: Nobody has the block, so there is nothing to share, or no such block exists.
         """
+        self._check_id(block_id)
         if self._num_references[block_id] == 0:
             raise UserError(f"block {block_id} is free and cannot be shared")
         self._num_references[block_id] += 1

@@ -1,0 +1,59 @@
+"""The sequences of one request: what was asked for, and what has become of them."""
+
+from dataclasses import dataclass, field, replace
+
+from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
+from minipaged.foundation.sequence import Result, Sequence
+from minipaged.sharing.beam import BeamSearch
+from minipaged.sharing.params import SamplingParams
+
+
+@dataclass
+class Family:
+    """The sequences of one request.
+
+    Args:
+        params: What the request asked for.
+        search: The state of its beam search, None where it samples.
+        results: The samples that have ended.
+    """
+
+    params: FoundationParams
+    search: BeamSearch | None = None
+    results: list[Result] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, seq: Sequence) -> "Family":
+        """Return the family of a sequence that waits for its prefill."""
+        params = seq.params
+        if not isinstance(params, SamplingParams) or params.beam_width is None:
+            return cls(params)
+        search = BeamSearch(
+            params.beam_width, seq.max_output_tokens, seq.end_token_ids, params.length_penalty, params.early_stopping
+        )
+        return cls(params, search)
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether samples wait until all have ended, since nobody knows before which will be returned."""
+        return self.search is None and num_sequences(self.params) > getattr(self.params, "n", 1)
+
+    def best(self) -> list[Result]:
+        """Return the n samples with the best mean log-probability, best first, counted anew from 0."""
+        assert isinstance(self.params, SamplingParams)
+        scored = [replace(result, score=_mean_logprob(result)) for result in self.results]
+        scored.sort(key=lambda result: (-(result.score or 0.0), result.index))
+        kept = scored[: self.params.n]
+        if self.params.logprobs is None:  # they were asked for only to rank by them
+            kept = [replace(result, logprobs=None) for result in kept]
+        return [replace(result, index=index) for index, result in enumerate(kept)]
+
+
+def num_sequences(params: FoundationParams) -> int:
+    """Return how many sequences a request runs at once; rung 0's parameters ask for one."""
+    return params.num_sequences if isinstance(params, SamplingParams) else 1
+
+
+def _mean_logprob(result: Result) -> float:
+    assert result.logprobs
+    return sum(each.logprob for each in result.logprobs) / len(result.logprobs)
