@@ -36,7 +36,7 @@ class FakeEngine:
         self.limit = limit
         self.cache = PagedCache(num_blocks=8, block_size=4)
 
-    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+    def max_output_tokens(self, num_prompt_tokens: int, params: object) -> int:
         return min(self.limit, 32) - num_prompt_tokens
 
     def release(self, seq_id: int) -> None:

@@ -155,7 +155,7 @@ class ChatSession:
 
     def _room(self, num_prompt_tokens: int) -> int:
         """Return how many tokens of answer fit behind the prompt, or refuse when there is none."""
-        room = self.llm.engine.max_output_tokens(num_prompt_tokens)
+        room = self.llm.engine.max_output_tokens(num_prompt_tokens, self.params)
         if room < 1:
             turns = len(self.messages) - (self.system is not None)
             way_out = "/reset begins a new conversation" if turns else "send a shorter message"

@@ -119,7 +119,7 @@ def test_two_samples_under_a_sliding_window_equal_solo_runs(windowed_folder: Pat
 def test_children_end_at_different_lengths_and_leave_their_siblings_alone(folder: Path):
     prompt = prompt_of(18)
     free = watched(folder, num_blocks=40).generate([prompt], warm(n=4, max_tokens=24, temperature=3.0))
-    ends = [free[0].token_ids[2], free[1].token_ids[9], free[2].token_ids[15]]
+    ends = [free[0].token_ids[2], free[1].token_ids[9]]
     w = watched(folder, num_blocks=40)
     params = warm(n=4, max_tokens=24, temperature=3.0, stop_token_ids=ends)
     results = w.generate([prompt], params)
