@@ -20,7 +20,7 @@ from minipaged.foundation.generate import EngineOptions
 from minipaged.foundation.sequence import Result
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
-from minipaged.machine import choose_device, choose_dtype, default_num_blocks
+from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.sharing.generate import Engine as SharingEngine
 from minipaged.sharing.params import SamplingParams
@@ -104,6 +104,7 @@ class LLM:
         self.config, generation_config = load_config(folder)
         self.max_model_len = _check_limit(max_model_len, self.config)
         self.tokenizer = load_tokenizer(folder)
+        tier = choose_tier(tier, self.device, self.dtype, self.config)
         self.model = load_model(folder, dtype=self.dtype, device=self.device, tier=tier)
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)

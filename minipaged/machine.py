@@ -8,6 +8,8 @@ import torch
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
 from minipaged.foundation.generate import MAX_PREFILL_TOKENS
+from minipaged.tiers import Tier, check_tier
+from minipaged.triton_support import require_triton, triton_works
 
 CPU_CACHE_BYTES = 2**30
 """Memory for keys and values on a CPU when ``num_blocks`` is not given."""
@@ -54,6 +56,20 @@ def choose_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch
         warnings.warn("this GPU has no bfloat16; computing in float16", stacklevel=3)
         return torch.float16
     return dtype or torch.bfloat16
+
+
+def choose_tier(tier: Tier, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> Tier:
+    """Return the tier to run, before any weight is loaded: a named one is obeyed or refused.
+
+    None stays None, which is Triton on a CUDA device; where the kernels cannot run on it, a warning says why and
+    PyTorch runs in their place.
+    """
+    check_tier(tier)
+    if tier == "triton":
+        require_triton(device, dtype, config.head_dim)
+    if tier is None and device.type == "cuda" and not triton_works(device, dtype, config.head_dim):
+        return "torch"
+    return tier
 
 
 def cpu_has_bfloat16() -> bool:

@@ -598,7 +598,7 @@ def test_the_rung_changes_and_the_conversation_stays(rung: str, smollm2_folder: 
     assert session.messages[-1]["content"] == before
     assert ("no cache" if rung == "foundation" else "slots reserved") in text
     drawn = run(repl, out, "/blocks")
-    assert ("this rung has no cache" if rung == "foundation" else "arena: 100 slots, 100 reserved") in drawn
+    assert ("this rung has no cache" if rung == "foundation" else "arena: 128 slots, 100 reserved") in drawn
 
 
 def test_a_piped_prompt_is_answered_once_in_plain_text(smollm2_folder: Path) -> None:

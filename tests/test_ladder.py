@@ -128,6 +128,72 @@ def test_the_default_model_gives_forty_tokens_of_transformers(smollm2_folder: Pa
     assert result.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
+INTERPRETED_PAIRS = [
+    ("llama", "foundation"),
+    ("qwen2", "contiguous"),
+    ("qwen3", "paged"),
+    ("mistral", "paged"),
+    ("llama", "sharing"),
+    ("qwen2", "paged"),
+]
+"""Every rung and every architecture once: the interpreter is slow."""
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a GPU to be absent: kernels are compiled where there is one"
+)
+@pytest.mark.parametrize(("architecture", "rung"), INTERPRETED_PAIRS)
+def test_the_kernels_give_the_tokens_of_the_torch_tier_in_the_interpreter(
+    tmp_path: Path, architecture: str, rung: str, poisoned_caches: None
+):
+    options = dict(ARCHITECTURES[architecture], num_hidden_layers=1, hidden_size=32, intermediate_size=48)
+    folder = make_tiny_model(tmp_path, architecture, **options)
+    prompts = [[5, 9, 200, 31, 7], [77, 3]]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    shape = {} if rung == "foundation" else {"block_size": 4, "num_blocks": 16, "max_model_len": 16}
+    answers = {}
+    for tier in ("torch", "triton"):
+        llm = LLM(folder, rung=rung, tier=tier, dtype="float32", device="cpu", **shape)
+        answers[tier] = [result.token_ids for result in llm.generate(prompts, params)]
+    assert answers["torch"] == answers["triton"]
+    assert len(answers["triton"][0]) == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["torch", "triton"])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_rung_and_tier_gives_the_tokens_of_transformers_on_a_gpu(
+    oracle: Oracle, rung: str, tier: str, poisoned_caches: None
+):
+    shapes = [(16, None)] if rung == "foundation" else CACHE_SHAPES
+    for block_size, num_blocks in shapes:
+        llm = LLM(
+            oracle.folder,
+            rung=rung,
+            tier=tier,
+            dtype="float32",
+            device="cuda",
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        assert [result.token_ids for result in llm.generate(oracle.prompts, GREEDY)] == oracle.answers
+        alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in oracle.prompts]
+        assert alone == oracle.answers
+
+
+@pytest.mark.parametrize("rung", RUNGS[RUNGS.index("sharing") :])
+def test_forked_samples_give_the_tokens_of_rung_0(oracle: Oracle, rung: str, poisoned_caches: None):
+    reference = LLM(oracle.folder, rung="foundation", dtype="float32", device="cpu")
+    llm = LLM(oracle.folder, rung=rung, dtype="float32", device="cpu", block_size=4, num_blocks=64)
+    params = SamplingParams(n=3, temperature=0.9, seed=5, max_tokens=10, ignore_eos=True)
+    results = llm.generate(oracle.prompts[1:4], params)
+    assert llm.stats()["copies"] > 0
+    for result in results:
+        alone = SamplingParams(temperature=0.9, seed=result.seed, max_tokens=10, ignore_eos=True)
+        assert reference.generate([result.prompt_token_ids], alone)[0].token_ids == result.token_ids
+    assert len({tuple(result.token_ids) for result in results}) > 3
+
+
 def test_the_matrix_has_as_many_cells_as_it_should():
     with_cache = [rung for rung in RUNGS if rung != "foundation"]
     cells = list(itertools.product(ARCHITECTURES, with_cache, CACHE_SHAPES, ("together", "alone")))

@@ -69,9 +69,9 @@ def test_a_view_does_not_change_when_the_cache_does() -> None:
 
 
 def test_the_arena_is_viewed_with_its_reservations() -> None:
-    arena = Arena(num_slots=16, max_model_len=8)
-    arena.allocate(5, num_prompt_tokens=3)
-    assert view_cache(arena) == ArenaView(16, (RangeView(5, 0, 8, 3),))
+    arena = Arena(num_slots=16, max_model_len=7)
+    arena.allocate(5, num_prompt_tokens=3, num_output_tokens=1)
+    assert view_cache(arena) == ArenaView(16, (RangeView(5, 0, length=8, num_reserved=7, num_tokens=3),))
 
 
 def test_a_rung_without_a_cache_has_no_view() -> None:
@@ -166,6 +166,12 @@ def test_a_long_block_table_puts_neighbours_into_one_row() -> None:
     assert rows == [["0-39", "5-44", "all", "640", "filled"], ["40", "90", "A" * 16], ["41", "2", "AAA" + "_" * 13]]
 
 
+def test_a_last_block_with_empty_slots_keeps_its_own_row() -> None:
+    table = TableView(0, tuple(range(40)), 16 * 39 + 3)
+    rows = [line.split() for line in str(draw_block_table(table, 16)).splitlines()[2:]]
+    assert rows == [["0-38", "0-38", "all", "624", "filled"], ["39", "39", "AAA" + "_" * 13]]
+
+
 @pytest.mark.parametrize("max_rows", [1, 3, 4, 12])
 def test_a_long_scattered_block_table_leaves_out_its_middle_and_counts_it(max_rows: int) -> None:
     table = TableView(0, tuple(range(0, 400, 2)), 800)
@@ -177,19 +183,20 @@ def test_a_long_scattered_block_table_leaves_out_its_middle_and_counts_it(max_ro
 
 
 def test_the_arena_shows_tokens_reservations_and_free_slots() -> None:
-    arena = Arena(num_slots=24, max_model_len=8)
-    for seq_id in range(3):
-        arena.allocate(seq_id, num_prompt_tokens=2 + seq_id)
+    arena = Arena(num_slots=24, max_model_len=7)
+    starts = [arena.allocate(seq_id, num_prompt_tokens=2 + seq_id, num_output_tokens=1) for seq_id in range(3)]
     arena.free(1)
-    assert str(draw_arena(view_cache(arena))).splitlines() == [
-        "arena: 24 slots, 16 reserved, 6 hold tokens",
-        " 0 AA______........CCCC____",
-        "A = sequence 0   C = sequence 2   . free   _ reserved, empty",
+    expected = ["........"] * 3
+    expected[starts[0] // 8], expected[starts[2] // 8] = "AA_____-", "CCCC___-"
+    assert str(draw_arena(view_cache(arena), width=100)).splitlines() == [
+        "arena: 24 slots, 14 reserved, 6 hold tokens",
+        " 0 " + "".join(expected),
+        "A = sequence 0   C = sequence 2   . free   _ reserved, empty   - lost to rounding",
     ]
 
 
 def test_a_large_arena_stays_within_its_rows_and_hides_no_token() -> None:
-    view = ArenaView(8192, (RangeView(0, 0, 8192, 1),))
+    view = ArenaView(8192, (RangeView(0, 0, 8192, 8192, 1),))
     drawing = draw_arena(view, width=80, max_rows=4)
     assert len(str(drawing).splitlines()) <= 6
     assert marks(drawing) == "A" + "_" * 255
@@ -198,8 +205,8 @@ def test_a_large_arena_stays_within_its_rows_and_hides_no_token() -> None:
 
 @pytest.mark.parametrize("width", [1, 10, 79, 200])
 def test_drawings_take_any_width(width: int) -> None:
-    for view in (SHARED, ArenaView(100, (RangeView(0, 10, 20, 5),)), PoolView(1, 1, (), frozenset({0}))):
-        assert str(draw_view(view, width=width, max_rows=3))
+    for view in (SHARED, ArenaView(100, (RangeView(0, 10, 20, 15, 5),)), PoolView(1, 1, (), frozenset({0}))):
+        assert all(str(draw_view(view, width=width, max_rows=3)).splitlines())
 
 
 def test_a_drawing_in_colours_has_the_same_text_and_the_sequence_hues() -> None:
@@ -234,7 +241,7 @@ SVGS = {
     "large-pool": lambda: draw_pool_svg(PoolView(9000, 16, (TableView(3, (7, 8, 9), 40),), frozenset(range(10, 9000)))),
     "table": lambda: draw_block_table_svg(SHARED.tables[0], 4, ["<s>", "&", "\n", "日本", " 'x'", '"']),
     "long-table": lambda: draw_block_table_svg(TableView(0, tuple(range(500)), 2000), 4),
-    "arena": lambda: draw_arena_svg(ArenaView(100, (RangeView(0, 10, 60, 5), RangeView(1, 70, 30, 0))), rows=3),
+    "arena": lambda: draw_arena_svg(ArenaView(100, (RangeView(0, 10, 60, 50, 5), RangeView(1, 70, 30, 30, 0))), rows=3),
 }
 
 

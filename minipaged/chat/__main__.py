@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2 (the default), a local folder, or a Hugging Face hub id")
     add("--revision", help="branch, tag or commit of a hub model")
-    add("--rung", help="rung of the ladder: foundation, contiguous, paged (default: the highest)")
+    add("--rung", help="rung of the ladder, from foundation up (default: the highest)")
     add("--tier", choices=["torch", "triton"], help="implementation of the operations (default: the device's)")
     add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 where the device has it")

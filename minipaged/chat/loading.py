@@ -43,7 +43,7 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
         folder = resolve_model(options.model, options.revision, progress)
     num_blocks = options.num_blocks
     if num_blocks is None and rung != "foundation":
-        num_blocks = _num_blocks_for_one(options, folder)
+        num_blocks = _num_blocks_for_one(options, folder, rung)
     return LLM(
         folder,
         rung=rung,
@@ -56,7 +56,7 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
     )
 
 
-def _num_blocks_for_one(options: argparse.Namespace, folder: Path) -> int | None:
+def _num_blocks_for_one(options: argparse.Namespace, folder: Path, rung: str) -> int | None:
     """Return the blocks of one conversation at the model's limit: a small pool is one that can be drawn.
 
     None where that is more than an `LLM` would take by itself.
@@ -66,6 +66,8 @@ def _num_blocks_for_one(options: argparse.Namespace, folder: Path) -> int | None
 
     config, _ = load_config(folder)
     limit = options.max_model_len or config.max_model_len
+    if rung == "contiguous":
+        limit = 1 << max(0, limit - 1).bit_length()  # this rung hands out powers of two
     block_size = max(1, options.block_size)  # what is out of range is refused by the LLM, in its own words
     device = choose_device(options.device)
     num_blocks = max(1, -(-limit // block_size))

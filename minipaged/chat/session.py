@@ -29,7 +29,7 @@ class Memory:
     def __str__(self) -> str:
         wasted = self.waste.reserved + self.waste.internal + self.waste.external
         if isinstance(self.view, ArenaView):
-            reserved = sum(own.length for own in self.view.ranges)
+            reserved = sum(own.num_reserved for own in self.view.ranges)
             return f"{reserved} slots reserved · {wasted} wasted"
         used = self.view.num_blocks - len(self.view.free_ids)
         return f"{used}/{self.view.num_blocks} blocks · {wasted} slots wasted"

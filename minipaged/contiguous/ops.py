@@ -55,7 +55,7 @@ def contiguous_attention(
         tier,
         q.device,
         reference.contiguous_attention,
-        None,
+        "minipaged.contiguous.kernels:contiguous_attention",
         q,
         k,
         v,

@@ -58,7 +58,17 @@ def rms_norm(
     _check("rms_norm", weight.shape == x.shape[-1:], f"weight must have {x.shape[-1]} entries")
     if residual is not None:
         _check("rms_norm", residual.shape == x.shape, "residual must have the shape of x")
-    return run_op("rms_norm", tier, x.device, reference.rms_norm, None, x, weight, eps, residual=residual)
+    return run_op(
+        "rms_norm",
+        tier,
+        x.device,
+        reference.rms_norm,
+        "minipaged.foundation.kernels:rms_norm",
+        x,
+        weight,
+        eps,
+        residual=residual,
+    )
 
 
 def rotary(
@@ -89,7 +99,7 @@ def rotary(
     half = (q.shape[0], q.shape[2] // 2)
     _check("rotary", cos.shape == half and sin.shape == half, f"cos and sin must be {half}")
     _check("rotary", k.shape[::2] == q.shape[::2], "q and k must have the same tokens and head size")
-    return run_op("rotary", tier, q.device, reference.rotary, None, q, k, cos, sin)
+    return run_op("rotary", tier, q.device, reference.rotary, "minipaged.foundation.kernels:rotary", q, k, cos, sin)
 
 
 def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], *, tier: Tier = None) -> Float[Tensor, "T F"]:
@@ -104,7 +114,7 @@ def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], *, tier: Tier
         tensor([[ 0.0000, 19.9991]])
     """
     _check("silu_mul", gate.shape == up.shape, "gate and up must have the same shape")
-    return run_op("silu_mul", tier, gate.device, reference.silu_mul, None, gate, up)
+    return run_op("silu_mul", tier, gate.device, reference.silu_mul, "minipaged.foundation.kernels:silu_mul", gate, up)
 
 
 def causal_attention(
@@ -145,7 +155,18 @@ def causal_attention(
     _check("causal_attention", window is None or window >= 1, "window must be at least 1")
     torch_impl = reference.causal_attention_sdpa
     options = {"scale": scale, "window": window}
-    return run_op("causal_attention", tier, q.device, torch_impl, None, q, k, v, query_starts, **options)
+    return run_op(
+        "causal_attention",
+        tier,
+        q.device,
+        torch_impl,
+        "minipaged.foundation.kernels:causal_attention",
+        q,
+        k,
+        v,
+        query_starts,
+        **options,
+    )
 
 
 def _check(op: str, is_right: bool, rule: str) -> None:

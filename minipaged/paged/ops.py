@@ -42,7 +42,18 @@ def write_slots(
     """
     assert k.shape == v.shape and k_pool.shape == v_pool.shape and k.shape[1:] == k_pool.shape[2:]
     assert slot_mapping.shape == k.shape[:1]
-    run_op("write_slots", tier, k.device, reference.write_slots, None, k, v, k_pool, v_pool, slot_mapping)
+    run_op(
+        "write_slots",
+        tier,
+        k.device,
+        reference.write_slots,
+        "minipaged.paged.kernels:write_slots",
+        k,
+        v,
+        k_pool,
+        v_pool,
+        slot_mapping,
+    )
 
 
 def paged_attention(
@@ -96,7 +107,7 @@ def paged_attention(
         tier,
         q.device,
         reference.paged_attention_padded,
-        None,
+        "minipaged.paged.kernels:paged_attention",
         q,
         k_pool,
         v_pool,

@@ -40,7 +40,8 @@ class BeamSearch:
         length_penalty: See `Beam`. Log-probabilities are negative, so above 0 it favours long beams.
         early_stopping: When the search is done once ``beam_width`` beams have finished. True: at once. False: when
             the best living beam would not beat the worst kept one if it ended now. "never": when it could not beat
-            it at any length, if its log-probability stayed what it is, the best that can happen.
+            it at any length, if its log-probability stayed what it is, the best that can happen. A width of 1 is
+            greedy decoding and always done at once.
 
     Invariants:
         ``live`` is ordered by ``cumulative_logprob`` and ``finished`` by score, best first; neither has more than
@@ -129,7 +130,7 @@ class BeamSearch:
             return True
         if len(self.finished) < self.beam_width:
             return False
-        if self.early_stopping is True:
+        if self.early_stopping is True or self.beam_width == 1:
             return True
         # The sum only falls. Divided by a power above 0 of the length it is best at the longest length.
         looks_ahead = self.early_stopping == "never" and self.length_penalty > 0

@@ -212,36 +212,54 @@ def draw_block_table_svg(
 
 
 def draw_arena_svg(view: ArenaView, width: int = 720, rows: int = 1) -> Svg:
-    """Draw the contiguous rung's memory as one band (or ``rows`` of them): tokens full, reserved but empty pale.
+    """Draw the contiguous rung's memory as bands: tokens full, reserved but empty pale, lost to rounding white.
 
     Example:
-        >>> arena = ArenaView(16, (RangeView(0, 0, 8, 5), RangeView(1, 12, 4, 4)))
-        >>> print("hold tokens" in draw_arena_svg(arena))
-        True
+        >>> arena = ArenaView(16, (RangeView(0, 0, 8, 7, 5), RangeView(1, 12, 4, 4, 4)))
+        >>> draw_arena_svg(arena).count('fill-opacity="0.25"')  # the 2 slots that A has and does not fill
+        1
     """
-    reserved, tokens = sum(r.length for r in view.ranges), sum(r.num_tokens for r in view.ranges)
-    title = f"arena: {view.num_slots} slots, {reserved} reserved, {tokens} hold tokens"
-    canvas = _Canvas(width, title)
+    num_reserved, num_tokens = sum(own.num_reserved for own in view.ranges), sum(own.num_tokens for own in view.ranges)
+    canvas = _Canvas(width, f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens")
     row_slots = -(-view.num_slots // rows)
-    scale = (width - 16) / row_slots
     for row in range(rows):
-        first = row * row_slots
-        last = min(view.num_slots, first + row_slots)
-        canvas.rect(8, 26 + row * 28, max(0, last - first) * scale, 22, FREE_GREY)
-        for piece in view.ranges:
-            _arena_part(canvas, piece, first, last, scale, 26 + row * 28)
-    others = [(FREE_GREY, "free")]
-    return canvas.finish(_legend(canvas, 30 + rows * 28, [r.seq_id for r in view.ranges], others))
+        slots = range(row * row_slots, min(view.num_slots, (row + 1) * row_slots))
+        box = (8, 26 + row * 28, (width - 16) / row_slots, 22)
+        _band(canvas, box, slots, slots, FREE_GREY)
+        for own in view.ranges:
+            _arena_range(canvas, box, slots, own)
+    notes = [(FREE_GREY, "free")]
+    if any(own.length > own.num_reserved for own in view.ranges):
+        notes.append(("#FFFFFF", "lost to rounding"))
+    return canvas.finish(_legend(canvas, 30 + rows * 28, [own.seq_id for own in view.ranges], notes))
 
 
-def _arena_part(canvas: _Canvas, piece: RangeView, first: int, last: int, scale: float, y: float) -> None:
-    """Draw the part of one reservation that lies in slots [first, last)."""
-    start, stop = max(piece.start, first), min(piece.start + piece.length, last)
+def _arena_range(canvas: _Canvas, box: tuple[float, float, float, float], slots: range, own: RangeView) -> None:
+    """Draw what a row of ``slots`` holds of one range."""
+    color = hue(own.seq_id)
+    filled, reserved, end = (own.start + count for count in (own.num_tokens, own.num_reserved, own.length))
+    whole = range(own.start, end)
+    _band(canvas, box, slots, whole, "#FFFFFF")
+    _band(canvas, box, slots, range(own.start, filled), color)
+    _band(canvas, box, slots, range(filled, reserved), color, opacity=0.25)
+    _band(canvas, box, slots, whole, None)
+
+
+def _band(
+    canvas: _Canvas,
+    box: tuple[float, float, float, float],
+    slots: range,
+    part: range,
+    fill: str | None,
+    opacity: float = 1.0,
+) -> None:
+    """Draw the slots of ``part`` that lie in the row; its frame only where ``fill`` is None."""
+    left, y, slot_width, height = box
+    start, stop = max(part.start, slots.start), min(part.stop, slots.stop)
     if start >= stop:
         return
-    tokens_stop = min(max(piece.start + piece.num_tokens, start), stop)
-    color = hue(piece.seq_id)
-    canvas.rect(8 + (start - first) * scale, y, (stop - start) * scale, 22, "#FFFFFF")
-    canvas.rect(8 + (start - first) * scale, y, (tokens_stop - start) * scale, 22, color)
-    canvas.rect(8 + (tokens_stop - first) * scale, y, (stop - tokens_stop) * scale, 22, color, opacity=0.25)
-    canvas.frame(8 + (start - first) * scale, y, (stop - start) * scale, 22)
+    x, width = left + (start - slots.start) * slot_width, (stop - start) * slot_width
+    if fill is None:
+        canvas.frame(x, y, width, height)
+    else:
+        canvas.rect(x, y, width, height, fill, opacity)

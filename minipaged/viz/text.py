@@ -10,10 +10,11 @@ from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, TableVi
 if TYPE_CHECKING:
     from rich.text import Text
 
-FREE, EMPTY, SHARED, MIXED, UNOWNED = ".", "_", "#", "+", "?"
+FREE, EMPTY, LOST, SHARED, MIXED, UNOWNED = ".", "_", "-", "#", "+", "?"
 _NOTES = {
     FREE: "free",
     EMPTY: "taken, empty",
+    LOST: "lost to rounding",
     SHARED: "shared",
     MIXED: "several sequences",
     UNOWNED: "in use, in no table",
@@ -157,10 +158,10 @@ def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
 
     Example:
         >>> from minipaged.viz.views import RangeView
-        >>> print(draw_arena(ArenaView(16, (RangeView(0, 0, 8, 5), RangeView(1, 12, 4, 4)))))
-        arena: 16 slots, 12 reserved, 9 hold tokens
-         0 AAAAA___....BBBB
-        A = sequence 0   B = sequence 1   . free   _ reserved, empty
+        >>> print(draw_arena(ArenaView(16, (RangeView(0, 0, 8, 7, 5), RangeView(1, 12, 4, 4, 4)))))
+        arena: 16 slots, 11 reserved, 9 hold tokens
+         0 AAAAA__-....BBBB
+        A = sequence 0   B = sequence 1   . free   _ reserved, empty   - lost to rounding
     """
     label_width = len(str(view.num_slots))
     columns, group = _fit(view.num_slots, width - label_width - 1, max_rows)
@@ -169,7 +170,7 @@ def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
         stop = min(start + columns * group, view.num_slots)
         marks = [_arena_mark(view, i, min(i + group, stop)) for i in range(start, stop, group)]
         rows.append((Span(f"{start:>{label_width}} "), *_merged(marks)))
-    num_reserved = sum(own.length for own in view.ranges)
+    num_reserved = sum(own.num_reserved for own in view.ranges)
     num_tokens = sum(own.num_tokens for own in view.ranges)
     heading = (
         f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens{_scale(group, 'slots')}"
@@ -328,11 +329,10 @@ def _one_line(pieces: Sequence[str], width: int) -> str:
 
 
 def _arena_mark(view: ArenaView, start: int, stop: int) -> Span:
-    """Return the mark of slots [start, stop): a letter if any holds a token, else whether any is reserved."""
-    mark = Span(FREE, FREE_GREY)
+    """Return the mark of slots [start, stop): a letter if any holds a token, else whether any is reserved or lost."""
     for own in view.ranges:
-        if own.start < stop and start < own.start + own.num_tokens:
-            return Span(letter(own.seq_id), hue(own.seq_id), is_filled=True)
         if own.start < stop and start < own.start + own.length:
-            mark = Span(EMPTY, hue(own.seq_id))
-    return mark
+            if start < own.start + own.num_tokens:
+                return Span(letter(own.seq_id), hue(own.seq_id), is_filled=True)
+            return Span(EMPTY if start < own.start + own.num_reserved else LOST, hue(own.seq_id))
+    return Span(FREE, FREE_GREY)

@@ -72,11 +72,16 @@ class PoolView:
 
 @dataclass(frozen=True)
 class RangeView:
-    """One sequence's reservation in the arena: ``length`` slots from ``start``, the first of them with tokens."""
+    """One sequence's range in the arena: ``length`` slots from ``start``.
+
+    The first ``num_tokens`` hold a token, ``num_reserved`` are the sequence's own, and the rest is what the allocator's
+    rounding of sizes keeps from everybody.
+    """
 
     seq_id: int
     start: int
     length: int
+    num_reserved: int
     num_tokens: int
 
 
@@ -103,6 +108,7 @@ class _Table(Protocol):
 class _Reservation(Protocol):
     start: int
     length: int
+    num_reserved: int
     num_tokens: int
 
 
@@ -128,7 +134,9 @@ def view_arena(num_slots: int, ranges: Mapping[int, _Reservation]) -> ArenaView:
     """Copy what the contiguous rung's arena says now."""
     return ArenaView(
         num_slots,
-        tuple(RangeView(seq_id, own.start, own.length, own.num_tokens) for seq_id, own in ranges.items()),
+        tuple(
+            RangeView(seq_id, own.start, own.length, own.num_reserved, own.num_tokens) for seq_id, own in ranges.items()
+        ),
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from minipaged.contiguous.arena import RESERVATIONS, Arena
 from minipaged.contiguous.buddy import BuddyAllocator
 from minipaged.errors import UserError
+from tests.walks import run_small_walks, run_walks
 
 
 @pytest.mark.parametrize(
@@ -90,35 +91,62 @@ def test_all_slots_come_back_as_they_were(num_slots: int):
     assert buddy._free == before
 
 
-@pytest.mark.parametrize("reservation", RESERVATIONS)
-def test_random_walks_lose_no_range_and_share_no_slot(reservation: str):
-    rng = random.Random(0)
-    arena = Arena(num_slots=100, max_model_len=12, reservation=reservation)
-    fired = dict.fromkeys(("admit", "full", "append", "free"), 0)
-    tokens: dict[int, list[int]] = {}
-    room: dict[int, int] = {}
-    for seq_id in range(1500):
+class ArenaWalk:
+    """Reserve, grow and give back at random; compare every slot with plain lists."""
+
+    rules = ("allocate", "append", "append", "append", "free")
+
+    def __init__(self, rng: random.Random):
+        self.arena = Arena(rng.choice([1, 5, 16, 37, 100]), max_model_len=12, reservation=rng.choice(RESERVATIONS))
+        self.slots: dict[int, list[int]] = {}
+        self.room: dict[int, int] = {}
+        self.next_id = 0
+
+    def allocate(self, rng: random.Random) -> str:
         num_prompt, num_output = rng.randint(1, 8), rng.randint(1, 4)
-        if not arena.can_admit(num_prompt, num_output):
+        if num_prompt > self.arena.limit or not self.arena.can_admit(num_prompt, num_output):
             with pytest.raises(UserError):
-                arena.allocate(seq_id, num_prompt, num_output)
-            fired["full"] += 1
-        elif rng.random() < 0.5:
-            start = arena.allocate(seq_id, num_prompt, num_output)
-            tokens[seq_id] = list(range(start, start + num_prompt))
-            room[seq_id] = num_output
-            fired["admit"] += 1
-        for other in list(tokens):
-            if rng.random() < 0.04:
-                arena.free(other)
-                del tokens[other]
-                fired["free"] += 1
-            elif room[other]:
-                tokens[other].append(arena.append(other))
-                room[other] -= 1
-                fired["append"] += 1
-        arena.check()
-        taken = [slot for slots in tokens.values() for slot in slots]
-        assert len(set(taken)) == len(taken)
-        assert arena.waste().token_states == len(taken)
-    assert min(fired.values()) > 100, fired
+                self.arena.allocate(self.next_id, num_prompt, num_output)
+            return "refuse"
+        start = self.arena.allocate(self.next_id, num_prompt, num_output)
+        self.slots[self.next_id] = list(range(start, start + num_prompt))
+        self.room[self.next_id] = min(num_output, self.arena.limit - num_prompt)
+        self.next_id += 1
+        return "allocate"
+
+    def append(self, rng: random.Random) -> str | None:
+        able = [seq_id for seq_id, room in self.room.items() if room]
+        if not able:
+            return None
+        seq_id = rng.choice(able)
+        slot = self.arena.append(seq_id)
+        assert slot == self.slots[seq_id][-1] + 1, "a sequence is not dense"
+        self.slots[seq_id].append(slot)
+        self.room[seq_id] -= 1
+        return "append"
+
+    def free(self, rng: random.Random) -> str | None:
+        if not self.slots:
+            return None
+        seq_id = rng.choice(list(self.slots))
+        self.arena.free(seq_id)
+        del self.slots[seq_id], self.room[seq_id]
+        return "free"
+
+    def check(self) -> None:
+        self.arena.check()
+        taken = [slot for slots in self.slots.values() for slot in slots]
+        assert len(set(taken)) == len(taken), "two tokens share a slot"
+        assert all(0 <= slot < self.arena.num_slots for slot in taken)
+        assert self.arena.waste().token_states == len(taken)
+
+
+def test_long_random_walks_lose_no_range_and_share_no_slot(num_operations: int):
+    events = run_walks(ArenaWalk, num_operations)
+    assert events.total() == num_operations
+    assert events.keys() == {"allocate", "refuse", "append", "free"}
+    assert min(events.values()) > num_operations / 20, events
+
+
+def test_small_random_walks_lose_no_range_and_share_no_slot():
+    assert run_small_walks(ArenaWalk).keys() == {"allocate", "refuse", "append", "free"}

@@ -1,14 +1,14 @@
 """Block pool, block tables and the paged cache: examples, refusals, and random walks that check every invariant."""
 
+from random import Random
+
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minipaged.errors import UserError
 from minipaged.paged.block_pool import BlockPool
 from minipaged.paged.block_table import BlockTable, num_blocks_for
 from minipaged.paged.cache import PagedCache
+from tests.walks import run_small_walks, run_walks
 
 
 @pytest.mark.parametrize(
@@ -89,66 +89,73 @@ def test_waste_counts_the_empty_slots_of_last_blocks():
     assert (waste.token_states, waste.reserved, waste.internal, waste.external) == (161, 0, 15, 0)
 
 
-class PagedWalk(RuleBasedStateMachine):
-    """Admit, grow and end sequences at random; compare every slot with a plain dictionary."""
+class PagedWalk:
+    """Admit, grow and end sequences at random; compare every slot with plain lists."""
 
-    seen: dict[str, int] = {}  # noqa: RUF012
+    rules = ("allocate", "append", "append", "append", "free")
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 3, 4, 16]))
-    def start(self, num_blocks: int, block_size: int):
-        self.cache = PagedCache(num_blocks, block_size)
+    def __init__(self, rng: Random):
+        self.cache = PagedCache(rng.randint(1, 12), rng.choice([1, 2, 3, 4, 16]))
         self.slots: dict[int, list[int]] = {}
         self.limit: dict[int, int] = {}
         self.next_id = 0
 
-    @rule(num_prompt_tokens=st.integers(1, 40), num_more=st.integers(0, 20))
-    def admit(self, num_prompt_tokens: int, num_more: int):
-        most = num_prompt_tokens + num_more
-        if not self.cache.can_admit(most):
+    def allocate(self, rng: Random) -> str:
+        num_prompt_tokens = rng.randint(1, 3 * self.cache.pool.block_size)
+        most = num_prompt_tokens + rng.randint(0, 2 * self.cache.pool.block_size)
+        promised = sum(num_blocks_for(limit, self.cache.pool.block_size) for limit in self.limit.values())
+        has_room = promised + num_blocks_for(most, self.cache.pool.block_size) <= self.cache.pool.num_blocks
+        assert self.cache.can_admit(most) == has_room
+        if not has_room:
             with pytest.raises(UserError):
                 self.cache.allocate(self.next_id, num_prompt_tokens, most)
-            self.count("refuse")
-            return
+            return "refuse"
         self.cache.allocate(self.next_id, num_prompt_tokens, most)
         self.slots[self.next_id] = self.cache.tables[self.next_id].slots(0, num_prompt_tokens)
         self.limit[self.next_id] = most
         self.next_id += 1
-        self.count("admit")
+        return "allocate"
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def append(self, data: st.DataObject):
-        seq_id = data.draw(st.sampled_from(sorted(self.slots)))
+    def append(self, rng: Random) -> str | None:
+        if not self.slots:
+            return None
+        seq_id = rng.choice(list(self.slots))
         if len(self.slots[seq_id]) < self.limit[seq_id]:
             self.slots[seq_id].append(self.cache.append(seq_id))
-            self.count("append")
+            return "append"
+        if self.limit[seq_id] % self.cache.pool.block_size:
+            return None  # the last block has room beyond the limit
+        with pytest.raises(UserError, match="blocks it was promised"):
+            self.cache.append(seq_id)
+        return "refuse to append"
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject):
-        seq_id = data.draw(st.sampled_from(sorted(self.slots)))
+    def free(self, rng: Random) -> str | None:
+        if not self.slots:
+            return None
+        seq_id = rng.choice(list(self.slots))
         self.cache.free(seq_id)
-        del self.slots[seq_id]
-        self.count("free")
+        del self.slots[seq_id], self.limit[seq_id]
+        return "free"
 
-    @invariant()
-    def books_are_right(self):
-        if not hasattr(self, "cache"):
-            return
+    def check(self) -> None:
         self.cache.check()
         taken = [slot for slots in self.slots.values() for slot in slots]
         assert len(set(taken)) == len(taken), "two tokens share a slot"
         for seq_id, slots in self.slots.items():
             assert self.cache.tables[seq_id].slots(0, len(slots)) == slots, "a token has moved"
+        num_blocks = sum(num_blocks_for(len(slots), self.cache.pool.block_size) for slots in self.slots.values())
+        assert self.cache.pool.num_free == self.cache.pool.num_blocks - num_blocks, "a block is lost"
         assert self.cache.waste().token_states == len(taken)
 
-    def count(self, event: str):
-        self.seen[event] = self.seen.get(event, 0) + 1
+
+EVENTS = {"allocate", "refuse", "append", "refuse to append", "free"}
 
 
-def test_random_walks_keep_the_books():
-    PagedWalk.seen.clear()
-    walk = PagedWalk.TestCase
-    walk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-    walk("runTest").runTest()
-    assert {event for event, count in PagedWalk.seen.items() if count > 50} == {"admit", "refuse", "append", "free"}
+def test_long_random_walks_keep_the_books(num_operations: int):
+    events = run_walks(PagedWalk, num_operations)
+    assert events.total() == num_operations
+    assert events.keys() == EVENTS and min(events.values()) > num_operations / 50, events
+
+
+def test_small_random_walks_keep_the_books():
+    assert run_small_walks(PagedWalk).keys() == EVENTS

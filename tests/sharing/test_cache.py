@@ -70,7 +70,9 @@ def test_fork_copies_only_the_last_partial_block(num_tokens: int, block_size: in
     assert cache.take_copies() == [] and cache.sharing().num_blocks_used == num_blocks_for(num_tokens, block_size)
     copies = append_all(cache, [1])
     assert [source for source, _ in copies] == ([cache.tables[0].block_ids[-1]] if num_tokens % block_size else [])
-    assert cache.tables[1].block_ids[: num_tokens // block_size] == cache.tables[0].block_ids[: num_tokens // block_size]
+    assert (
+        cache.tables[1].block_ids[: num_tokens // block_size] == cache.tables[0].block_ids[: num_tokens // block_size]
+    )
     assert append_all(cache, [0]) == [], "the parent is alone with its block now"
 
 
@@ -162,8 +164,18 @@ def test_a_sequence_cannot_outgrow_its_promise():
         lambda cache: setattr(cache._promises[0], "max_blocks", 9),
         lambda cache: setattr(cache._promises[0], "num_sequences", 1),
     ],
-    ids=["lost-block", "block-twice", "count-high", "count-low", "leak", "copy-to-shared", "no-family", "over-promise",
-         "promise-over-pool", "members"],
+    ids=[
+        "lost-block",
+        "block-twice",
+        "count-high",
+        "count-low",
+        "leak",
+        "copy-to-shared",
+        "no-family",
+        "over-promise",
+        "promise-over-pool",
+        "members",
+    ],
 )
 def test_check_notices_broken_books(harm):
     cache = SharingCache(num_blocks=8, block_size=4)

@@ -42,7 +42,9 @@ def test_unwritten_slots_are_copied_as_they_are():
     assert torch.equal(pool[1, :2], pool[0, :2]) and pool[1, 2:].isnan().all()
 
 
-@pytest.mark.parametrize(("pool_shape", "pairs_shape"), [((3, 4, 1), (1, 2)), ((3, 4, 1, 2), (2,)), ((3, 4, 1, 2), (1, 3))])
+@pytest.mark.parametrize(
+    ("pool_shape", "pairs_shape"), [((3, 4, 1), (1, 2)), ((3, 4, 1, 2), (2,)), ((3, 4, 1, 2), (1, 3))]
+)
 def test_wrong_shapes_are_refused(pool_shape: tuple[int, ...], pairs_shape: tuple[int, ...]):
     with pytest.raises(AssertionError):
         copy_blocks(torch.zeros(pool_shape), torch.zeros(pairs_shape, dtype=torch.int64), tier="torch")

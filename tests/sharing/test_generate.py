@@ -34,7 +34,9 @@ def warm(**options) -> SamplingParams:
 def alone(folder: Path, prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
     """Return the tokens of one sample with this seed, on rung 0, which has no cache."""
     llm = LLM(folder, rung="foundation", dtype="float32", device="cpu")
-    plain = {name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos", "stop_token_ids", "stop")}
+    plain = {
+        name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos", "stop_token_ids", "stop")
+    }
     return llm.generate([prompt], SamplingParams(seed=seed, **plain))[0].token_ids
 
 
@@ -367,7 +369,9 @@ def test_bad_parameters_are_refused_in_one_sentence(options: dict, message: str)
 
 
 @pytest.mark.parametrize(
-    "options", [{"n": 2}, {"best_of": 2}, {"beam_width": 2}, {"beam_width": 2, "early_stopping": "never"}], ids=json.dumps
+    "options",
+    [{"n": 2}, {"best_of": 2}, {"beam_width": 2}, {"beam_width": 2, "early_stopping": "never"}],
+    ids=json.dumps,
 )
 @pytest.mark.parametrize("rung", ["foundation", "contiguous", "paged"])
 def test_lower_rungs_refuse_what_only_this_one_can_do(folder: Path, rung: str, options: dict):
