@@ -8,6 +8,7 @@ from typing import NoReturn
 from minipaged.errors import UserError
 
 BENCHES = {
+    "bookkeeping": "seconds that the caches' bookkeeping takes, by size of the pool",
     "cpu": "speed against transformers.generate and resident memory, on the CPU",
     "evidence": "the tests that need a GPU: which ran, on what, and how they ended",
 }
