@@ -105,6 +105,7 @@ class Engine:
         """Return whether any request waits or runs."""
         return bool(self.waiting or self.admitted or self.running)
 
+    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Run the model once and give every sequence that took part its next token."""
         if not self.admitted and not self.running:

@@ -58,32 +58,31 @@ def paged_attention_padded(
     scale: float,
     window: int | None,
 ) -> Float[Tensor, "B H D"]:
-    """Gather all blocks of the batch, padded to the longest sequence, and attend in one call.
+    """Gather the tokens of the whole batch, padded to the longest sequence, and attend in one call.
 
-    The G query heads of a KV head are given as G query tokens of one head, so K and V are not repeated.
+    Places behind a sequence's end take its first token: a masked weight is 0, and 0 times NaN would be NaN, so what
+    stands there must be a number. The G query heads of a KV head are given as G query tokens of one head, so K and
+    V are not repeated.
     """
     num_seqs, _, head_dim = q.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
     length = int(seq_lens.max()) if num_seqs else 0
     if length == 0:
         return q.new_zeros(q.shape)
-    width = -(-length // block_size)
-    block_ids = block_tables[:, :width].clamp(min=0).flatten()
-
-    token = torch.arange(width * block_size, device=q.device)
+    token = torch.arange(length, device=q.device)
     visible = token < seq_lens[:, None]  # [B, L]
-    hidden_rows = (~visible).flatten().nonzero().squeeze(1)  # what lies there may be NaN, and 0 x NaN is NaN
+    slots = block_tables[:, token // block_size].long() * block_size + token % block_size  # [B, L]
+    slots = torch.where(visible, slots, slots[:, :1]).clamp(min=0).flatten()
     if window is not None:
         visible &= token >= seq_lens[:, None] - window
 
     def gather(pool: Tensor) -> Tensor:
-        rows = pool.index_select(0, block_ids).view(-1, num_kv_heads * head_dim)  # [B * L, K * D]
-        rows.index_fill_(0, hidden_rows, 0)
-        return rows.view(num_seqs, -1, num_kv_heads, head_dim).transpose(1, 2)  # [B, K, L, D]
+        rows = pool.view(-1, num_kv_heads * head_dim).index_select(0, slots)  # [B * L, K * D]
+        return rows.view(num_seqs, length, num_kv_heads, head_dim).transpose(1, 2)  # [B, K, L, D]
 
-    grouped = q.view(num_seqs, num_kv_heads, -1, head_dim)  # [B, K, G, D]
-    visible[seq_lens == 0, 0] = True  # a row without keys: its one value was made zero above
+    grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim)  # [B, K, G, D]
     out = F.scaled_dot_product_attention(
         grouped, gather(k_pool), gather(v_pool), attn_mask=visible[:, None, None, :], scale=scale
     )
-    return out.reshape(q.shape)
+    is_empty = (seq_lens == 0)[:, None, None]
+    return out.reshape(q.shape).masked_fill(is_empty, 0)
