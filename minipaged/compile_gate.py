@@ -25,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +55,17 @@ ARGUMENTS: dict[str, list[Shape | float]] = {
 }
 """The positional arguments of every launcher, as ``rung.operation``."""
 
-HEADS = [(32, 8, 128), (9, 3, 64), (28, 4, 128), (12, 12, 80), (32, 32, 96), (48, 2, 64), (71, 1, 64), (8, 4, 256)]
+HEADS = [
+    (32, 8, 128),
+    (9, 3, 64),
+    (28, 4, 128),
+    (12, 12, 80),
+    (32, 32, 96),
+    (48, 2, 64),
+    (71, 1, 64),
+    (64, 1, 128),
+    (8, 4, 256),
+]
 """Query heads, KV heads and head sizes to compile; ``--quick`` takes the first."""
 
 
@@ -113,6 +124,17 @@ def attend(window: int | None = None) -> dict[str, Any]:
 def quick_cases() -> list[Case]:
     """Return the first case of every launcher."""
     return list({case.op: case for case in reversed(all_cases())}.values())
+
+
+def all_jobs(quick: bool) -> list[tuple[Case, str, tuple[int, int]]]:
+    """Return what to compile, in which dtype and for which GPU. fp32 is slow to compile; two shapes are enough."""
+    jobs = []
+    for case in quick_cases() if quick else all_cases():
+        dtypes = ["bf16"] if quick else ["bf16", "fp16"]
+        if not quick and (case in quick_cases() or case.sizes.get("D") == launch.MAX_HEAD_DIM):
+            dtypes.append("fp32")
+        jobs += [(case, dtype, capability) for dtype in dtypes for capability in SHARED_KB]
+    return jobs
 
 
 @dataclass(frozen=True)
@@ -195,12 +217,12 @@ class Report:
 
 def inspect_compiled(compiled: Any, case: Case, dtype: str, capability: tuple[int, int]) -> Report:
     """Read registers and stack out of the binary. Triton itself learns them only when a GPU loads it."""
-    import triton
+    from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
@@ -246,7 +268,7 @@ def missing_functions(functions: dict[str, Any], compiled: set[str]) -> set[str]
         name = waiting.pop()
         if name in functions and name not in reached:
             reached.add(name)
-            tree = ast.parse(inspect.getsource(functions[name].fn))
+            tree = ast.parse(dedent(inspect.getsource(functions[name].fn)))
             waiting += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     return set(functions) - reached
 
@@ -256,8 +278,7 @@ def run_gate(quick: bool) -> int:
     import triton
 
     start = time.monotonic()
-    cases = quick_cases() if quick else all_cases()
-    jobs = [(c, dtype, gpu) for c in cases for gpu in SHARED_KB for dtype in (["bf16"] if quick else DTYPES)]
+    jobs = all_jobs(quick)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         reports = list(pool.map(compile_case, jobs))
     faults = [f"{report}: {fault}" for report in reports for fault in report.faults()]
@@ -277,7 +298,9 @@ def run_gate(quick: bool) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the gate in a new process: with the real compiler, and a cache in which no old result can hide an error."""
-    parser = argparse.ArgumentParser(prog="python -m minipaged.compile_gate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m minipaged.compile_gate", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--quick", action="store_true", help="one shape of each kernel in bf16")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

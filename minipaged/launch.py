@@ -25,36 +25,35 @@ MAX_HEAD_DIM = 256
 class Tiles:
     """How an attention kernel is cut: rows of queries, keys per step, warps per program, steps in flight.
 
-    ``max_registers`` of a thread are allowed. Without a limit the assembler spills a few of them to memory whenever
-    that lets one program more share the processor.
+    ``max_registers`` of a thread are allowed; None leaves the number to the assembler, which likes to spill a few of
+    them to memory where that lets one program more share a processor.
     """
 
     queries: int
     keys: int
     num_warps: int
     num_stages: int
-    max_registers: int = 255
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, int]:
         """Return the options of the launch."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-# Two things limit a tile. Shared memory: a stage holds one tile of K and one of V, 2 x keys x head_dim x bytes (32 KB
-# for 64 keys of 128 half-precision entries). Registers: the running sums, queries x head_dim in fp32, stay in them
-# all the time; before 9.0 the operands of the matrix instructions do too, hence fewer keys or more warps there. More
-# queries per tile read K and V less often; in decode there are few, and all is about having enough reads in flight.
-# The keys of the inner tables are the largest head size that a row is for.
-PREFILL_TILES = {
-    "9.0": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)},
-    "8.0": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 16, 8, 2)},
-    "small": {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 2), 256: Tiles(64, 16, 8, 2)},
-}
-DECODE_TILES = {64: Tiles(16, 64, 4, 3, 128), 128: Tiles(16, 64, 8, 3, 128), 256: Tiles(16, 32, 8, 3, 128)}
+# The tables go by head size: a row serves sizes up to its key. Two things limit a tile. Shared memory: a stage holds
+# one tile of K and one of V, 2 x keys x head_dim x bytes, 32 KB for 64 keys of 128 half-precision entries. Registers:
+# the running sums, queries x head_dim in fp32, stay in them all the time. More queries per tile read K and V less
+# often; in decode there are few, and all is about having enough reads in flight.
+DECODE_TILES = {64: Tiles(16, 64, 4, 3, 168), 128: Tiles(16, 32, 4, 3, 168), 256: Tiles(16, 32, 8, 3, 128)}
+PREFILL_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 16, 8, 2)}
+# From 9.0 on, the data-centre GPUs multiply matrices straight out of shared memory, of which they have 227 KB for a
+# program. All others bring the operands into registers first, and may have no more than 99 KB.
+PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
-PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
+PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
 
 
 def prefill_tiles(q: Tensor) -> Tiles:
@@ -64,8 +63,10 @@ def prefill_tiles(q: Tensor) -> Tiles:
         Not on lengths or the number of sequences: tile edges decide in which order numbers are added, so a token's
         bits would change with its neighbours.
     """
-    rows = PREFILL_TILES[gpu_class(compute_capability(q.device))]
-    return PREFILL_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(rows, q)
+    if q.dtype == torch.float32:
+        return PREFILL_TILES_FP32
+    is_large = (9, 0) <= compute_capability(q.device) < (12, 0)
+    return _for_head_dim(PREFILL_TILES_FROM_9_0 if is_large else PREFILL_TILES, q)
 
 
 def decode_tiles(q: Tensor, group: int) -> Tiles:
@@ -75,20 +76,13 @@ def decode_tiles(q: Tensor, group: int) -> Tiles:
     """
     tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(DECODE_TILES, q)
     rows = padded(group, minimum=tiles.queries)
-    if rows > 32:
+    if rows > 32:  # sums for so many rows need more threads to hold them
         tiles = replace(tiles, num_warps=8, max_registers=255)
     return replace(tiles, queries=rows)
 
 
-def _for_head_dim(rows: dict[int, Tiles], q: Tensor) -> Tiles:
-    return next(tiles for limit, tiles in rows.items() if q.shape[-1] <= limit)
-
-
-def gpu_class(capability: tuple[int, int]) -> str:
-    """Return the row of the tile table. GPUs for data centres give a program 163 KB or more, all others 99 KB."""
-    if capability in ((9, 0), (10, 0), (10, 3)):
-        return "9.0"
-    return "8.0" if capability == (8, 0) else "small"
+def _for_head_dim(table: dict[int, Tiles], q: Tensor) -> Tiles:
+    return next(tiles for limit, tiles in table.items() if q.shape[-1] <= limit)
 
 
 @lru_cache

@@ -37,11 +37,12 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a streamed answer. ``result`` is set on the last one."""
+    """A piece of a streamed answer; ``index`` says of which sample. ``result`` is set on the last one of a sample."""
 
     text: str
     token_ids: list[int]
     result: Result | None = None
+    index: int = 0
 
     @property
     def finish_reason(self) -> str | None:
@@ -173,7 +174,7 @@ class LLM:
             while True:
                 for output in self.engine.step():
                     if output.request_id == request_id:
-                        yield Chunk(output.text, output.token_ids, output.result)
+                        yield Chunk(output.text, output.token_ids, output.result, output.index)
                         if output.is_last:
                             return
         finally:

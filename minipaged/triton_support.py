@@ -56,10 +56,25 @@ def _missing_pieces(device: torch.device, dtype: torch.dtype, head_dim: int | No
     if is_interpreted():
         if dtype == torch.bfloat16:
             yield "with TRITON_INTERPRET=1 computes bfloat16 wrongly; use dtype float32"
+        yield from _missing_for_interpreter()
     else:
         yield from _missing_for_compiler(device)
     if head_dim is not None and head_dim > MAX_HEAD_DIM:
         yield f"takes a head_dim of up to {MAX_HEAD_DIM}, and this model's is {head_dim}"
+
+
+def _missing_for_interpreter() -> Iterator[str]:
+    """Yield the versions that do not go together: before 3.7 the interpreter's loops fail with a newer NumPy."""
+    import numpy
+    import triton
+
+    found = triton.__version__, numpy.__version__
+    if _version(found[0]) < (3, 7) and _version(found[1]) >= (2, 4):
+        yield "cannot run here: the interpreter of Triton {} needs numpy below 2.4, and this is {}".format(*found)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _missing_for_compiler(device: torch.device) -> Iterator[str]:

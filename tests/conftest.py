@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network but pip's, no silent skips in CI, and the default model."""
 
 import os
+import signal
 
 # Before torch and the hub's client are imported: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,20 +25,22 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each worker one thread, so that workers do not fight for the cores."""
+    """Give each worker one thread, so that workers do not fight for the cores; let Ctrl-C reach tests of it."""
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is for what a script starts with "&"
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def fail_if_skipped(report: Any) -> None:
     """Turn a skip into a failure in CI, where everything that a test may need has to be there.
 
-    A skip for want of a CUDA device stays one: its reason begins with "needs a GPU".
+    A skip for want of a CUDA device stays one, and so does an example in a docstring that is only for reading.
     """
     if not (IN_CI and report.skipped) or hasattr(report, "wasxfail"):
         return
     path, line, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", "", str(report.longrepr))
     reason = reason.removeprefix("Skipped: ")
-    if not reason.startswith("needs a GPU"):
+    if not reason.startswith(("needs a GPU", "all tests skipped by +SKIP")):
         report.outcome = "failed"
         report.longrepr = f"{path}:{line}: skipped in CI, where nothing may be missing: {reason}"
 

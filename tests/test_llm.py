@@ -333,3 +333,14 @@ def test_an_option_of_another_rung_is_refused_naming_the_rung_that_has_it(folder
         tiny(folder, "paged").generate("a", SamplingParams(n=2))
     with pytest.raises(UserError, match="rung 'foundation' does not know best_of"):
         next(tiny(folder, "foundation").stream("a", SamplingParams(best_of=2)))
+
+
+def test_a_stream_of_several_samples_says_whose_piece_each_is(folder: Path):
+    llm = tiny(folder, None)
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
+    chunks = list(llm.stream("Hello", params))
+    for result in llm.generate("Hello", params):
+        own = [chunk for chunk in chunks if chunk.index == result.index]
+        assert "".join(chunk.text for chunk in own) == result.text
+        assert own[-1].result.token_ids == result.token_ids
+    assert {chunk.index for chunk in chunks} == {0, 1, 2} and idle(llm)

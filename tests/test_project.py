@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_models import make_tiny_model
+
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGE = PROJECT / "minipaged"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -28,7 +30,7 @@ LADDER = [
     ["offload"],
     ["distributed"],
     ["fast"],
-    ["machine", "cases", "llm", "viz", "__init__"],
+    ["machine", "cases", "cases_ops", "triton_support", "llm", "viz", "__init__"],
     ["chat", "bench", "lab", "server", "compile_gate"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LADDER) for name in names}
@@ -107,6 +109,7 @@ def test_the_installer_refuses_python_below_3_11():
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_imports_only_go_down_the_ladder(path: Path):
+    assert part_of(path) in HEIGHT, f"{relative(path)} has no place in LADDER above"
     height = HEIGHT[part_of(path)]
     if path == PACKAGE / "__init__.py":
         return  # it names the home of everything public
@@ -166,13 +169,13 @@ def test_every_public_name_is_there(run_python):
     assert "'LLM'" in listing.stdout and "'SamplingParams'" in listing.stdout
 
 
-BLOCK_TRITON = """
-import importlib, pkgutil, sys
+BLOCK = """
+import importlib, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocker())
 import minipaged
@@ -182,27 +185,31 @@ import minipaged
 def test_every_module_but_kernels_imports_without_triton(run_python):
     names = [".".join(path.relative_to(PROJECT).with_suffix("").parts) for path in MODULES]
     names = [name.removesuffix(".__init__") for name in names if not name.endswith((".kernels", ".__main__"))]
-    done = run_python("-W", "error", "-c", BLOCK_TRITON + f"for n in {names!r}: importlib.import_module(n)")
+    done = run_python(
+        "-W", "error", "-c", BLOCK.format(blocked=["triton"]) + f"for n in {names!r}: importlib.import_module(n)"
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_without_triton_the_torch_tier_runs_and_the_triton_tier_is_refused_in_one_line(run_python):
+def test_without_triton_and_transformers_a_model_runs_and_the_triton_tier_is_refused_in_one_line(
+    run_python, tmp_path: Path
+):
+    folder = str(make_tiny_model(tmp_path))
     done = run_python(
         "-c",
-        BLOCK_TRITON
-        + """
-import torch
-from minipaged.foundation.ops import rms_norm
-print(rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).tolist())
+        BLOCK.format(blocked=["triton", "transformers"])
+        + f"""
+llm = minipaged.LLM({folder!r}, num_blocks=8, device="cpu")
+print(len(llm.generate([1, 2, 3], minipaged.SamplingParams(max_tokens=4, temperature=0))[0].token_ids))
 try:
-    rms_norm(torch.ones(2, 4), torch.ones(4), 0.0, tier="triton")
+    minipaged.LLM({folder!r}, num_blocks=8, device="cpu", tier="triton")
 except minipaged.UserError as error:
     print(error)
 """,
     )
     assert done.returncode == 0, done.stderr
-    values, refusal = done.stdout.splitlines()
-    assert values == "[[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]]"
+    count, refusal = done.stdout.splitlines()
+    assert count == "4"
     assert "triton" in refusal.lower()
 
 

@@ -56,8 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():
             _chat(options)
-        else:
-            _answer_once(options)
+            return 0
+        return _answer_once(options)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -68,10 +68,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         return FAILURE
-    return 0
 
 
-def _answer_once(options: argparse.Namespace) -> None:
+def _answer_once(options: argparse.Namespace) -> int:
     from minipaged.chat.loading import load_session
     from minipaged.chat.screen import make_screen
 
@@ -80,7 +79,8 @@ def _answer_once(options: argparse.Namespace) -> None:
         text = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
     if not text.strip():
         raise UserError("there is nothing to answer: the prompt is empty")
-    make_screen().show_answer(load_session(options), text, options.show_blocks)
+    answer = make_screen().show_answer(load_session(options), text, options.show_blocks)
+    return INTERRUPTED if answer.finish_reason == "abort" else 0
 
 
 def _chat(options: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,9 +104,10 @@ class Repl:
         if argument:
             self.session.llm = load_llm(self.options, argument)
             self.session.memory = None
-        for rung in RUNGS:
-            about = (import_module(f"minipaged.{rung}").__doc__ or "").splitlines()[0]
-            self.screen.note(f"{'*' if rung == self.session.llm.rung else ' '} {rung:10}  {about}")
+        for number, rung in enumerate(RUNGS):
+            title = (import_module(f"minipaged.{rung}").__doc__ or "").splitlines()[0]
+            idea = title.split(": ", 1)[-1].split(". ")[0].rstrip(".")
+            self.screen.note(f"{'*' if rung == self.session.llm.rung else ' '} {number} {rung:11} {idea}")
 
     def do_save(self, argument: str) -> None:
         """/save FILE: write the conversation, as JSON if the name ends in .json, else as Markdown."""
@@ -131,23 +132,32 @@ def one_sentence(error: BaseException) -> str:
 
 def run(options: argparse.Namespace, loading: Loading, is_at_hand: bool) -> None:
     """Chat until the user leaves. The first prompt does not wait for a model that needs no download."""
-    lines = _prompt_lines(loading) if is_at_hand else None
-    if lines is None:
+    read_line = _terminal_reader(loading) if is_at_hand else None
+    if read_line is None:
         loading.wait()
-        lines = _plain_lines()
+        read_line = _terminal_reader(loading) or _plain_reader
     print(f"minipaged chat with {options.model}. /help lists the commands, Ctrl-D leaves.")
     repl = None
-    for line in lines:
-        if repl is None:
-            from minipaged.chat.screen import make_screen
-
-            repl = Repl(options, loading.wait(), make_screen())
-        if not repl.run_line(line):
+    while True:
+        try:
+            line = read_line()
+            repl = repl or _begin(options, loading)
+            if not repl.run_line(line):
+                return
+        except EOFError:
             return
+        except KeyboardInterrupt:  # at the prompt, or just as an answer had ended by itself
+            print("Ctrl-D leaves.")
 
 
-def _prompt_lines(loading: Loading) -> Iterator[str] | None:
-    """Return the lines typed at a prompt with history and editing; None where prompt_toolkit is missing."""
+def _begin(options: argparse.Namespace, loading: Loading) -> Repl:
+    from minipaged.chat.screen import make_screen
+
+    return Repl(options, loading.wait(), make_screen())
+
+
+def _terminal_reader(loading: Loading) -> Callable[[], str] | None:
+    """Return a function that reads a line at a prompt with history and editing; None without prompt_toolkit."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings
@@ -168,22 +178,12 @@ def _prompt_lines(loading: Loading) -> Iterator[str] | None:
 
         prompt.app.create_background_task(watch())
 
-    return _until_end_of_input(lambda: prompt.prompt(pre_run=leave_if_loading_fails))
+    return lambda: prompt.prompt(pre_run=leave_if_loading_fails)
 
 
-def _plain_lines() -> Iterator[str]:
-    yield from _until_end_of_input(lambda: input(PROMPT))
-    print()  # Ctrl-D leaves the cursor behind the prompt
-
-
-def _until_end_of_input(read: Callable[[], str]) -> Iterator[str]:
-    """Yield lines until Ctrl-D. Ctrl-C drops the line that is being typed."""
-    while True:
-        try:
-            line = read()
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            print("Ctrl-D leaves.")
-            continue
-        yield line
+def _plain_reader() -> str:
+    try:
+        return input(PROMPT)
+    except EOFError:
+        print()  # Ctrl-D leaves the cursor behind the prompt
+        raise

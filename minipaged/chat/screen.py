@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from minipaged.chat.session import Answer, ChatSession, Memory
-from minipaged.viz.text import Drawing, draw_view
+from minipaged.viz.drawing import Drawing
+from minipaged.viz.text import draw_view
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,8 +82,10 @@ class TerminalScreen(PlainScreen):
         return draw_view(memory.view, width=self.console.width, max_rows=max_rows)
 
     def _stream(self, session: ChatSession, text: str, has_picture: bool) -> Answer:
-        if not has_picture:
-            return super()._stream(session, text, has_picture)
+        with without_echo():
+            return self._stream_live(session, text) if has_picture else super()._stream(session, text, False)
+
+    def _stream_live(self, session: ChatSession, text: str) -> Answer:
         from rich.live import Live
         from rich.text import Text
 
@@ -123,6 +126,27 @@ def printable(text: str) -> str:
         'red: [31m, bell: , next\nline'
     """
     return "".join(char for char in text if char in "\n\t" or not ("\0" <= char < " " or "\x7f" <= char < "\xa0"))
+
+
+@contextmanager
+def without_echo() -> Iterator[None]:
+    """Keep what is typed during an answer off the screen, where it would stand in the answer; the prompt gets it."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    local_modes = before[3] & ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], local_modes, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 @contextmanager

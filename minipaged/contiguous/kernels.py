@@ -5,6 +5,9 @@ from left to right. Where the cuts are depends on the token's position alone: wh
 or several programs take one each, the same numbers are added in the same order, so the result has the same bits.
 """
 
+# Options of a launch, such as num_warps, are no parameters of the kernel.
+# pyright: reportCallIssue=false
+
 import torch
 import triton
 import triton.language as tl

@@ -232,6 +232,8 @@ class Engine:
         while self.waiting and self.can_admit(self.waiting[0]):
             self.admit(self.waiting[0])
             self.admitted.append(self.waiting.popleft())
+        # `check_prompt` has refused what an empty cache could not hold; without progress step would return for ever.
+        assert self.admitted or not self.waiting, "a request that was accepted does not fit an empty cache"
 
     def _take_prefill_group(self) -> list[Sequence]:
         group = next(_groups(list(self.admitted)))

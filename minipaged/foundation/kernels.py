@@ -7,6 +7,9 @@ compiled once. Numbers that change from step to step are not among them.
 `absorb` is the step that every attention kernel of the ladder repeats.
 """
 
+# Options of a launch, such as num_warps, are no parameters of the kernel.
+# pyright: reportCallIssue=false
+
 import torch
 import triton
 import triton.language as tl
@@ -83,7 +86,7 @@ def rotary(
             q, k, cos, sin, out_q, out_k,
             NUM_HEADS=num_heads, NUM_KV_HEADS=k.shape[1], HALF=head_dim // 2,
             TILE_HEADS=padded(num_heads), TILE_KV_HEADS=padded(k.shape[1]), TILE_HALF=padded(head_dim // 2),
-            num_warps=4 if num_heads * head_dim <= 4096 else 8, enable_fp_fusion=False,
+            num_warps=4 if num_heads * head_dim <= 4096 else 8, maxnreg=128, enable_fp_fusion=False,
         )  # fmt: skip
     return out_q, out_k
 

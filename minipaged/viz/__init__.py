@@ -14,8 +14,9 @@ letter and one hue per sequence, ``.`` (grey) is free, ``_`` is a slot that is t
 (hatched in SVG) is a block that two or more block tables hold. ``views`` has the palette for every figure.
 """
 
+from minipaged.viz.drawing import Drawing
 from minipaged.viz.svg import Svg, draw_arena_svg, draw_block_table_svg, draw_pool_svg
-from minipaged.viz.text import Drawing, draw_arena, draw_block_table, draw_pool, draw_view
+from minipaged.viz.text import draw_arena, draw_block_table, draw_pool, draw_view
 from minipaged.viz.views import (
     DECODE_COLOR,
     FREE_GREY,

@@ -1,14 +1,9 @@
-"""Drawings as text: plain with ``str``, in colours with ``rich``."""
+"""Drawings of the memory as text for the terminal."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
+from minipaged.viz.drawing import Drawing, Line, Span, merged
 from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, TableView, hue, letter
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 FREE, EMPTY, LOST, SHARED, MIXED, UNOWNED = ".", "_", "-", "#", "+", "?"
 _NOTES = {
@@ -22,43 +17,6 @@ _NOTES = {
 
 _MAX_NAMED = 8
 """Most sequences that a legend names and most block tables that one picture shows."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A piece of a line in one colour; ``is_filled`` puts the colour behind the text instead of into it."""
-
-    text: str
-    color: str | None = None
-    is_filled: bool = False
-
-
-Line = tuple[Span, ...]
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Lines of coloured spans. ``str`` gives the plain text, whose marks say all that the colours say."""
-
-    lines: tuple[Line, ...]
-
-    def __str__(self) -> str:
-        return "\n".join("".join(span.text for span in line).rstrip() for line in self.lines)
-
-    def __add__(self, other: "Drawing") -> "Drawing":
-        return Drawing(self.lines + other.lines)
-
-    def rich(self) -> "Text":
-        """Return the drawing as a rich ``Text`` with colours."""
-        from rich.style import Style
-        from rich.text import Text
-
-        text = Text(no_wrap=True, overflow="crop")
-        for number, line in enumerate(self.lines):
-            text.append("\n" if number else "")
-            for span in line:
-                text.append(span.text, Style(color=span.color, reverse=span.is_filled))
-        return text
 
 
 def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
@@ -169,7 +127,7 @@ def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
     for start in range(0, view.num_slots, columns * group):
         stop = min(start + columns * group, view.num_slots)
         marks = [_arena_mark(view, i, min(i + group, stop)) for i in range(start, stop, group)]
-        rows.append((Span(f"{start:>{label_width}} "), *_merged(marks)))
+        rows.append((Span(f"{start:>{label_width}} "), *merged(marks)))
     num_reserved = sum(own.num_reserved for own in view.ranges)
     num_tokens = sum(own.num_tokens for own in view.ranges)
     heading = (
@@ -201,12 +159,6 @@ def _fit(count: int, width: int, max_rows: int) -> tuple[int, int]:
     while columns * max(1, max_rows) * group < count:
         group *= 2
     return columns, group
-
-
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Join neighbours of one look: a terminal draws a few long spans faster than many short ones."""
-    for (color, is_filled), run in groupby(spans, key=lambda span: (span.color, span.is_filled)):
-        yield Span("".join(span.text for span in run), color, is_filled)
 
 
 def _scale(group: int, things: str) -> str:
@@ -263,7 +215,7 @@ def _map_rows(view: PoolView, columns: int, group: int, id_width: int) -> list[L
     for start in range(0, view.num_blocks, columns * group):
         stop = min(start + columns * group, view.num_blocks)
         marks = [_group_mark(view, range(i, min(i + group, stop)), holders) for i in range(start, stop, group)]
-        rows.append((Span(f"{start:>{id_width}} "), *_merged(marks)))
+        rows.append((Span(f"{start:>{id_width}} "), *merged(marks)))
     return rows
 
 

@@ -64,6 +64,7 @@ def test_a_prompt_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(window
         assert torch.equal(prefill(alone, window), together[own])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, for what the neighbour itself computes
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_neighbour_full_of_nan_or_inf_is_not_seen(poison: float):
     case = AttentionCase("three", (9, 40, 33))

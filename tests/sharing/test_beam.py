@@ -108,7 +108,7 @@ def test_the_length_penalty_counts_the_end_token_and_divides_the_sum():
     assert search.finished[0].score == pytest.approx(math.log(0.48) / 4)
 
 
-# After the first step both finished beams have -1.0 at one token, and the best living beam has `live`.
+# Two beams have finished with -1.0, and the best that lives has the sum `live` after one token.
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "live", "expected"),
     [
@@ -118,12 +118,15 @@ def test_the_length_penalty_counts_the_end_token_and_divides_the_sum():
         ("never", 1.0, -10.5, True),  # at ten tokens: -1.05
         ("never", 0.0, -1.5, True),  # the length changes nothing
         ("never", -1.0, -1.5, True),  # longer is worse, so now is best
+        (True, 1.0, -0.5, True),
+        (False, 1.0, -0.5, False),
+        ("never", -1.0, -0.5, False),  # not -5, which it would be at ten tokens
     ],
 )
 def test_when_a_search_is_done(early_stopping, length_penalty: float, live: float, expected: bool):
     search = BeamSearch(2, 10, {0, 1}, length_penalty, early_stopping)
-    search.advance(torch.tensor([[-1.0, -1.0, live, -99.0]]))
-    assert len(search.finished) == 2 and len(search.live) == 2
+    search.finished, search.live = [Beam((0,), -1.0, -1.0), Beam((1,), -1.0, -1.0)], [Beam((2,), live)]
+    search.num_tokens = 1
     assert search.done is expected
 
 
