@@ -1,9 +1,7 @@
 """The facade: a model, a rung of the ladder, and prompts in, text out."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
 from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
+from minipaged.progress import Progress, progress_bar
 from minipaged.sharing.generate import Engine as SharingEngine
 from minipaged.sharing.params import SamplingParams
 from minipaged.tiers import Tier, check_tier
@@ -101,7 +100,8 @@ class LLM:
             SamplingParams(seed=seed)  # the one place that knows a seed's range
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
-        folder = resolve_model(str(model), revision)
+        with Progress(sys.stderr) as progress:
+            folder = resolve_model(model, revision, progress)
         self.config, generation_config = load_config(folder)
         self.max_model_len = _check_limit(max_model_len, self.config)
         self.tokenizer = load_tokenizer(folder)
@@ -148,7 +148,7 @@ class LLM:
             for prompt, each in zip(ids, params, strict=True):
                 results[self.engine.add_request(prompt, each)] = []
             num_open = len(results)
-            with _progress_bar(num_open, progress) as advance:
+            with progress_bar(num_open, progress) as advance:
                 while num_open:
                     for output in self.engine.step():
                         done = results.get(output.request_id, [])
@@ -290,31 +290,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
             f"{len(params)} sampling parameters were given for {count} prompts; give one for all or one each"
         )
     return list(params)
-
-
-FEW_PROMPTS = 4
-"""Up to this many prompts show no progress bar unless asked."""
-
-
-@contextmanager
-def _progress_bar(total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call with the tokens of each finished prompt; draw a bar if one is wanted."""
-    if wanted is None:
-        wanted = total > FEW_PROMPTS and sys.stderr.isatty()
-    if not wanted:
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    start, num_tokens = time.perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total, speed="")
-
-        def advance(tokens: int) -> None:
-            nonlocal num_tokens
-            num_tokens += tokens
-            bar.update(task, advance=1, speed=f"{num_tokens / (time.perf_counter() - start):.0f} tokens/s")
-
-        yield advance

@@ -32,9 +32,9 @@ def test_uses_nest_and_the_innermost_wins():
 
 
 def test_an_unknown_part_is_refused_with_the_names_there_are():
-    with pytest.raises(UserError, match="no part is called 'paged_atention'; the parts are .*paged_attention"):
-        with use(paged_atention=print):
-            pass
+    message = r"no part is called 'paged_atention'; the parts are .*paged_attention"
+    with pytest.raises(UserError, match=message), use(paged_atention=print):
+        pass
 
 
 def test_a_tier_that_does_not_exist_is_refused():

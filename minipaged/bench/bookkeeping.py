@@ -1,6 +1,6 @@
 """How long the bookkeeping of the caches takes, without a model, and whether it depends on the size of the pool.
 
-    python -m minipaged.bench bookkeeping
+python -m minipaged.bench bookkeeping
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU and writes down which ran, on what, and how they ended.
 
-    python -m minipaged.bench evidence --out docs/benchmarks/gpu_tests.json --commit "$(git rev-parse HEAD)"
+python -m minipaged.bench evidence --out docs/benchmarks/gpu_tests.json --commit "$(git rev-parse HEAD)"
 """
 
 import argparse

@@ -5,7 +5,9 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
+
+from minipaged.progress import Progress
 
 if TYPE_CHECKING:
     from minipaged.chat.session import ChatSession
@@ -116,30 +118,3 @@ class Loading(threading.Thread):
             raise self.error
         assert self._session is not None
         return self._session
-
-
-class Progress:
-    """Shows what a long preparation is doing: one line that changes on a terminal, one line a stage elsewhere."""
-
-    def __init__(self, out: TextIO):
-        self._out = out
-        self._is_terminal = out.isatty()
-        self._shown = ""
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_terminal and self._shown:
-            self._out.write("\r\x1b[K")
-            self._out.flush()
-
-    def __call__(self, line: str) -> None:
-        """Show a line in the place of the one before."""
-        stage = line.split(":")[0] if line.endswith("%") else line
-        if self._is_terminal:
-            self._out.write(f"\r\x1b[K{line}")
-        elif stage != self._shown:  # a log gets no percentages
-            self._out.write(f"{stage}\n")
-        self._shown = stage
-        self._out.flush()

@@ -106,7 +106,7 @@ class Repl:
             self.session.memory = None
         for number, rung in enumerate(RUNGS):
             title = (import_module(f"minipaged.{rung}").__doc__ or "").splitlines()[0]
-            idea = title.split(": ", 1)[-1].split(". ")[0].rstrip(".")
+            idea = title.split(": ", 1)[-1].split(". ")[0].split(" (")[0].rstrip(".")
             self.screen.note(f"{'*' if rung == self.session.llm.rung else ' '} {number} {rung:11} {idea}")
 
     def do_save(self, argument: str) -> None:
