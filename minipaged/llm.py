@@ -1,7 +1,7 @@
 """The facade: a model, a rung of the ladder, and prompts in, text out."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
-from minipaged.foundation.config import ModelConfig
+from minipaged.foundation.config import ModelConfig, token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.generate import EngineOptions
-from minipaged.foundation.sequence import Result
+from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
 from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
@@ -119,6 +119,7 @@ class LLM:
             **self._text_options(generation_config),
         )
         self.engine = ENGINES[self.rung](self.model, options)
+        self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
 
     def generate(
         self,
@@ -146,43 +147,58 @@ class LLM:
         results: dict[int, list[Result]] = {}
         try:
             for prompt, each in zip(ids, params, strict=True):
-                results[self.engine.add_request(prompt, each)] = []
+                results[self._submit(prompt, each)] = []
             num_open = len(results)
             with progress_bar(num_open, progress) as advance:
                 while num_open:
-                    for output in self.engine.step():
-                        done = results.get(output.request_id, [])
+                    for output in self._take_outputs(results):
+                        done = results[output.request_id]
                         if output.result:
                             done.append(output.result)
-                        if output.is_last and output.request_id in results:
+                        if output.is_last:
                             num_open -= 1
                             advance(sum(len(result.token_ids) for result in done))
         finally:
             for request_id in results:
-                self.engine.abort(request_id)  # no-op for those that have ended
+                self._withdraw(request_id)
         return [result for done in results.values() for result in sorted(done, key=lambda r: r.index)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Generate for one prompt and yield the answer in pieces as it comes.
 
-        Closing the iterator drops the request and frees what it holds.
+        Several streams may be open at once: whoever asks for the next piece runs the engine for all of them. Closing
+        the iterator drops the request and frees what it holds.
+
+        Args:
+            prompt: A string or a list of token ids.
+            sampling_params: How to choose tokens; pieces of several samples come mixed, each with its ``index``.
+
+        Raises:
+            UserError: The prompt cannot be served; raised when the first piece is asked for.
         """
-        params = sampling_params or SamplingParams()
+        params = _as_params(sampling_params, 1)[0]
         self._check_params(params)
-        request_id = self.engine.add_request(self._encode(prompt), params)
+        request_id = self._submit(self._encode(prompt), params)
         try:
             while True:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield Chunk(output.text, output.token_ids, output.result, output.index)
-                        if output.is_last:
-                            return
+                for output in self._take_outputs([request_id]):
+                    yield Chunk(output.text, output.token_ids, output.result, output.index)
+                    if output.is_last:
+                        return
         finally:
-            self.engine.abort(request_id)
+            self._withdraw(request_id)
 
-    def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None) -> Result:
-        """Answer a conversation, a list of ``{"role": ..., "content": ...}``, with the model's chat template."""
-        return self.generate([self.chat_prompt(messages)], sampling_params)[0]
+    def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None) -> list[Result]:
+        """Answer a conversation with the model's chat template; return one result per sample.
+
+        Args:
+            messages: The turns so far, each ``{"role": ..., "content": ...}``.
+            sampling_params: How to choose tokens.
+
+        Raises:
+            UserError: The model has no tokenizer or no template, or the template refuses the messages.
+        """
+        return self.generate([self.chat_prompt(messages)], sampling_params)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, up to the place where the answer begins."""
@@ -194,9 +210,32 @@ class LLM:
         """Return the engine's counters since its start, and its blocks now."""
         return self.engine.stats()
 
+    def _submit(self, prompt: list[int], params: SamplingParams) -> int:
+        request_id = self.engine.add_request(prompt, params)
+        self._mail[request_id] = []
+        return request_id
+
+    def _withdraw(self, request_id: int) -> None:
+        """Drop a request, if it has not ended, and its mail."""
+        self.engine.abort(request_id)
+        self._mail.pop(request_id, None)
+
+    def _take_outputs(self, request_ids: Iterable[int]) -> list[StepOutput]:
+        """Return what has come for some requests; run a step for everybody if there is nothing yet."""
+        request_ids = list(request_ids)
+        if not any(self._mail[request_id] for request_id in request_ids):
+            for output in self.engine.step():
+                if output.request_id in self._mail:
+                    self._mail[output.request_id].append(output)
+        taken = []
+        for request_id in request_ids:
+            taken += self._mail[request_id]
+            self._mail[request_id] = []
+        return taken
+
     def _text_options(self, generation_config: dict[str, Any]) -> dict[str, Any]:
         """Return what the engine has to know of the tokenizer: how to decode, and which tokens are special to it."""
-        eos = {*self.config.eos_token_ids, *as_ids(generation_config.get("eos_token_id"))}
+        eos = {*self.config.eos_token_ids, *token_ids_of(generation_config.get("eos_token_id"))}
         if self.tokenizer is None:
             return {"eos_token_ids": frozenset(eos)}
         return {
@@ -226,13 +265,6 @@ def check_rung(rung: str | None) -> str:
     if rung not in RUNGS:
         raise UserError(f"no rung is called {rung!r}; the rungs are {', '.join(RUNGS)}")
     return rung
-
-
-def as_ids(value: int | list[int] | None) -> list[int]:
-    """Return a config's token id or list of ids as a list."""
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
 
 
 def _check_limit(max_model_len: int | None, config: ModelConfig) -> int:
@@ -283,10 +315,9 @@ def _owned_params(params: SamplingParams) -> Iterator[tuple[str, Any, str]]:
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise UserError(
-            f"{len(params)} sampling parameters were given for {count} prompts; give one for all or one each"
-        )
-    return list(params)
+    each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+        raise UserError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
+    if len(each) != count:
+        raise UserError(f"{len(each)} sampling parameters were given for {count} prompts; give one for all or one each")
+    return list(each)

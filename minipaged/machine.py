@@ -33,6 +33,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         raise UserError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {device!r} is not here: this machine has {torch.cuda.device_count()} CUDA GPUs")
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # kernels are launched on the current device
     return chosen
 
 

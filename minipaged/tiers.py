@@ -42,14 +42,16 @@ def replacement(name: str) -> Callable[..., Any] | None:
 def use(**parts: Callable[..., Any]) -> Iterator[None]:
     """Run the body with each named part replaced by the given function or class.
 
-    An operation's replacement gets the operation's arguments without ``tier``. Uses nest; the innermost wins.
+    An operation's replacement gets the operation's arguments without ``tier``. Uses nest; the innermost wins. A class
+    such as ``ref_counted_block_pool`` is read when an `LLM` is made, so the `LLM` must be made inside.
 
     Raises:
-        UserError: A name is not a part. The message lists the names there are.
+        UserError: A name is not a part. The message says which parts there are, and what each must do.
     """
     for name in parts:
         if name not in _parts:
-            raise UserError(f"no part is called {name!r}; the parts are {', '.join(sorted(_parts))}")
+            known = "; ".join(f"{part} {contract}" for part, contract in sorted(_parts.items()))
+            raise UserError(f"no part is called {name!r}; the parts are {known}")
     token = _replacements.set({**_replacements.get(), **parts})
     try:
         yield

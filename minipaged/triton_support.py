@@ -84,7 +84,8 @@ def _missing_for_compiler(device: torch.device) -> Iterator[str]:
     # Triton compiles a small C module that hands the kernel's arguments over.
     if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
         yield "needs a C compiler: install gcc or clang, or put the path of one into CC"
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").exists():
         yield "needs Python.h: install the headers of this Python, often a package called python3-dev"
 
 

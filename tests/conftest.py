@@ -92,41 +92,26 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def poison() -> Callable[[Any], int]:
-    """Return a function that fills every float tensor of an object with NaN and says how many there were.
-
-    Poison a new cache: whatever is read before it was written then shows in the logits.
-    """
-
-    def fill(owner: Any) -> int:
-        tensors = [value for value in vars(owner).values() if torch.is_tensor(value) and value.is_floating_point()]
-        assert tensors, f"{type(owner).__name__} holds no float tensor to poison"
-        for tensor in tensors:
-            tensor.fill_(float("nan"))
-        return len(tensors)
-
-    return fill
-
-
-@pytest.fixture
-def poisoned_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_caches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let every slot that holds no sequence's token hold NaN, in every engine, before the first step and after each.
 
-    An engine that reads a slot nobody wrote, or one of a sequence that has left, then shows NaN in its logits.
+    An engine that reads a slot nobody wrote, or one of a sequence that has left, then shows NaN in its logits. A test
+    that is parametrized with this fixture (``indirect=True``) names another poison.
     """
     from minipaged.contiguous.generate import Engine
 
+    poison = getattr(request, "param", float("nan"))
     init, step = Engine.__init__, Engine.step
 
     def poisoned_init(self: Any, *args: Any) -> None:
         init(self, *args)
-        self.kv.fill_(float("nan"))
+        self.kv.fill_(poison)
 
     def poisoned_step(self: Any) -> Any:
         outputs = step(self)
         is_owned = torch.zeros(self.kv.shape[2] * self.kv.shape[3], dtype=torch.bool)
         is_owned[owned_slots(self.cache)] = True
-        self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = float("nan")
+        self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = poison
         return outputs
 
     monkeypatch.setattr(Engine, "__init__", poisoned_init)
@@ -138,6 +123,13 @@ def owned_slots(cache: Any) -> list[int]:
     if hasattr(cache, "tables"):
         return [slot for table in cache.tables.values() for slot in table.slots(0, table.num_tokens)]
     return [own.start + i for own in cache.ranges.values() for i in range(own.num_tokens)]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests have counted with ``record_property``; their own output may come from another process."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -344,3 +344,89 @@ def test_a_stream_of_several_samples_says_whose_piece_each_is(folder: Path):
         assert "".join(chunk.text for chunk in own) == result.text
         assert own[-1].result.token_ids == result.token_ids
     assert {chunk.index for chunk in chunks} == {0, 1, 2} and idle(llm)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_streams_and_calls_that_overlap_all_get_their_own_answers(folder: Path, rung: str):
+    llm = tiny(folder, rung)
+    alone = {prompt: llm.generate(prompt, GREEDY)[0].text for prompt in ("Hello", "World", "abc", "d")}
+    first, second = llm.stream("Hello", GREEDY), llm.stream("World", GREEDY)
+    texts = {"Hello": next(first).text, "World": next(second).text}
+    assert llm.generate("abc", GREEDY)[0].text == alone["abc"]
+    late = llm.stream("d", GREEDY)
+    texts["d"] = next(late).text
+    for name, stream in (("World", second), ("Hello", first), ("d", late)):
+        texts[name] += "".join(chunk.text for chunk in stream)
+        assert texts[name] == alone[name]
+    assert idle(llm) and not llm._mail
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_fault_in_a_step_ends_the_whole_batch_and_tells_every_caller(folder: Path, rung: str):
+    llm = tiny(folder, rung)
+    stream = llm.stream("Hello", GREEDY)
+    next(stream)
+    forward = llm.model.forward
+    llm.model.forward = lambda *args: (_ for _ in ()).throw(RuntimeError("injected"))
+    with pytest.raises(RuntimeError, match="injected"):
+        llm.generate("World", GREEDY)
+    llm.model.forward = forward
+    rest = list(stream)
+    assert [chunk.finish_reason for chunk in rest] == ["abort"] and len(rest[0].result.token_ids) == 1
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate("World", GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("place", ["fork", "append", "take_copies", "free"])
+def test_an_interrupt_in_the_bookkeeping_leaks_nothing(folder: Path, place: str):
+    llm = tiny(folder, None, block_size=4, num_blocks=32)
+    original, calls = getattr(llm.engine.cache, place), iter(range(10**6))
+
+    def interrupt_once(*args):
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    setattr(llm.engine.cache, place, interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "World"], SamplingParams(n=3, temperature=1.0, max_tokens=6, ignore_eos=True))
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 8
+
+
+def test_aborting_best_of_gives_what_was_asked_for(folder: Path):
+    llm = tiny(folder, None)
+    request = llm.engine.add_request([1, 2, 3], SamplingParams(n=1, best_of=3, temperature=1.0, max_tokens=9))
+    llm.engine.step()
+    results = llm.engine.abort(request)
+    assert [(r.index, r.finish_reason, r.logprobs) for r in results] == [(0, "abort", None)]
+    assert idle(llm)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0}, 3, [None]])
+def test_sampling_params_of_another_type_are_refused(folder: Path, bad):
+    with pytest.raises(UserError, match="sampling_params must be SamplingParams or a list of them"):
+        tiny(folder).generate("a", bad)
+
+
+def test_chat_returns_one_result_per_sample(folder: Path):
+    llm = tiny(folder, None)
+    results = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(n=2, temperature=1.0, max_tokens=3))
+    assert [result.index for result in results] == [0, 1]
+
+
+def test_a_readers_pool_takes_its_place_when_the_llm_is_made(folder: Path):
+    from minipaged import use
+    from minipaged.paged.block_pool import BlockPool
+
+    class CountingPool(BlockPool):
+        taken = 0
+
+        def allocate(self) -> int:
+            CountingPool.taken += 1
+            return super().allocate()
+
+    with use(block_pool=CountingPool):
+        llm = tiny(folder, "paged")
+    llm.generate([[1] * 17], GREEDY)
+    assert CountingPool.taken == 2

@@ -23,6 +23,7 @@ from minipaged.viz import (
     draw_arena_svg,
     draw_block_table,
     draw_block_table_svg,
+    draw_block_tables,
     draw_pool,
     draw_pool_svg,
     draw_view,
@@ -37,8 +38,8 @@ SHARED = PoolView(6, 4, (TableView(0, (3, 1), 6), TableView(1, (3, 4), 8)), froz
 
 def example_cache() -> PagedCache:
     cache = PagedCache(num_blocks=6, block_size=4)
-    cache.allocate(0, num_prompt_tokens=3, max_tokens=8)
-    cache.allocate(1, num_prompt_tokens=5, max_tokens=8)
+    cache.allocate(0, num_prompt_tokens=3, max_slots=8)
+    cache.allocate(1, num_prompt_tokens=5, max_slots=8)
     for _ in range(3):
         cache.append(0)
     return cache
@@ -139,7 +140,7 @@ def test_a_pool_with_many_sequences_names_only_some_and_says_how_many_more() -> 
     text = str(draw_view(PoolView(40, 4, tables, frozenset())))
     assert "and 32 more sequences" in text
     assert "and 32 more block tables" in text
-    assert text.count("block table of") == 8
+    assert text.count(": 4 tokens") == 8
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 33, 256])
@@ -180,6 +181,47 @@ def test_a_long_scattered_block_table_leaves_out_its_middle_and_counts_it(max_ro
     assert rows[-1].split()[:2] == ["199", "398"]
     num_left_out = int(next(row for row in rows if "..." in row).split()[1])
     assert num_left_out + len(rows) - 1 == 200
+
+
+def test_block_tables_stand_side_by_side_and_shared_blocks_are_marked_in_each() -> None:
+    assert str(draw_view(SHARED, width=40)).splitlines()[-5:] == [
+        "2 block tables",
+        "       A: 6 tokens   B: 8 tokens",
+        "index  block  slots  block  slots",
+        "    0      3  ####       3  ####",
+        "    1      1  AA__       4  BBBB",
+    ]
+
+
+@pytest.mark.parametrize(("width", "num_bands"), [(80, 1), (79, 2), (55, 2), (54, 3), (1, 3)])
+def test_block_tables_that_do_not_fit_beside_each_other_stand_below(width: int, num_bands: int) -> None:
+    tables = [TableView(i, (0, i + 1), 32) for i in range(3)]
+    lines = str(draw_block_tables(tables, 16, {0}, width)).splitlines()
+    assert len(lines) == 1 + num_bands * 4
+    assert sum("index" in line for line in lines) == num_bands
+    if width > 27:
+        assert max(map(len, lines)) <= width
+
+
+def test_rows_of_long_tables_are_put_together_where_all_tables_allow_it() -> None:
+    # Blocks 0 to 9 are shared, and 10 and 11 follow them in one table only.
+    tables = [TableView(0, (*range(12), 20), 50), TableView(1, (*range(10), 30, 31, 40), 49)]
+    rows = [line.split() for line in str(draw_block_tables(tables, 4, range(10), max_rows=4)).splitlines()[3:]]
+    assert rows == [
+        ["0-9", "0-9", "all", "40", "shared", "0-9", "all", "40", "shared"],
+        ["10-11", "10-11", "all", "8", "filled", "30-31", "all", "8", "filled"],
+        ["12", "20", "AA__", "40", "B___"],
+    ]
+
+
+def test_a_table_that_ends_before_its_neighbours_has_empty_rows_and_counts_its_own_blocks_in_the_gap() -> None:
+    tables = [TableView(0, tuple(range(0, 40, 2)), 80), TableView(1, tuple(range(1, 21, 2)), 40)]
+    rows = [line.split() for line in str(draw_block_tables(tables, 4, max_rows=3)).splitlines()[3:]]
+    assert rows == [
+        ["0", "0", "AAAA", "1", "BBBB"],
+        ["...", "18", "more", "blocks", "9", "more", "blocks"],
+        ["19", "38", "AAAA"],
+    ]
 
 
 def test_the_arena_shows_tokens_reservations_and_free_slots() -> None:

@@ -5,8 +5,6 @@ transformers runs with its cache and SDPA; its batch is padded on the left and r
 done. **Useful tokens** are those within each row's own output length; nobody asked for what comes behind.
 """
 
-import gc
-import math
 import random
 import statistics
 import time
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minipaged.bench.memory import peak_resident_bytes, resident_bytes, stored_weight_bytes
 from minipaged.bench.record import check_output, new_record, progress, write_record
 from minipaged.errors import UserError
 
@@ -30,7 +29,9 @@ MEMORY_TITLES = {
     "weights": "one copy of the weights",
     "resident_after_load": "resident after loading",
     "peak_while_loading": "peak while loading",
+    "resident_after_one_stream": "resident after one stream",
     "resident_after_batch": "resident after the batch",
+    "keys_and_values_of_batch": "keys and values of the batch",
 }
 
 
@@ -59,6 +60,11 @@ class Workload:
     def useful_tokens(self) -> int:
         """Return how many tokens were asked for."""
         return sum(self.output_lengths)
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many tokens end in the cache: all but the last of each row."""
+        return sum(map(len, self.prompts)) + self.useful_tokens - len(self.prompts)
 
     @property
     def padded_tokens(self) -> int:
@@ -159,35 +165,6 @@ def summarize(work: Workload, seconds: dict[str, list[float]]) -> dict[str, floa
     return {**rates, "ratio": rates["minipaged"] / rates["transformers"]}
 
 
-def resident_bytes() -> int:
-    """Return how much memory of this process is in RAM now."""
-    import psutil
-
-    gc.collect()
-    return psutil.Process().memory_info().rss
-
-
-def peak_resident_bytes() -> int | None:
-    """Return the most that ever was in RAM, or None where the system does not say."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def stored_weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Return the size of one copy of a checkpoint's tensors in ``dtype``."""
-    from safetensors import safe_open
-
-    num_elements = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            num_elements += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return num_elements * dtype.itemsize
-
-
 def load_ours(folder: Path, dtype: str | None) -> tuple["LLM", dict[str, Any]]:
     """Load the engine and measure the memory that this made resident: weights, tokenizer, touched cache."""
     from minipaged.llm import LLM  # imported before the first measurement, so that its modules do not count
@@ -245,8 +222,10 @@ def measure(options: Namespace) -> dict[str, Any]:
     num_runs = 1 if options.quick else options.runs
 
     progress("warming up")
-    run_ours(llm, batch)
-    memory["resident_after_batch"] = resident_bytes() - memory["resident_before"]
+    for name, work in (("one_stream", single), ("batch", batch)):
+        run_ours(llm, work)
+        memory[f"resident_after_{name}"] = resident_bytes() - memory["resident_before"]
+    memory["keys_and_values_of_batch"] = batch.num_slots * llm.config.kv_bytes_per_token(llm.dtype)
     model = load_transformers(folder, llm.dtype)
     run_transformers(model, Workload(batch.prompts, [4] * len(batch.prompts)))
 

@@ -51,17 +51,21 @@ def describe_versions() -> dict[str, str | None]:
 
 
 def current_commit() -> str | None:
-    """Return this checkout's commit, marked if files differ from it; None without git."""
-    here = Path(__file__).resolve().parent
+    """Return this checkout's commit; None without git."""
+    return _git("rev-parse", "HEAD")
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
 
+def is_clean() -> bool | None:
+    """Return whether the checkout is its commit and nothing else, new files counted; None without git."""
+    changes = _git("status", "--porcelain")
+    return None if changes is None else not changes
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git prints about this checkout; None where there is no git or no checkout."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
     try:
-        changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-        return git("rev-parse", "HEAD") + changed
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -72,6 +76,7 @@ def new_record(bench: str, settings: dict[str, Any]) -> dict[str, Any]:
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": current_commit(),
+        "is_clean": is_clean(),
         "machine": describe_machine(),
         "versions": describe_versions(),
         "settings": settings,

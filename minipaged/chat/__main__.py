@@ -44,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what the context has left)")
     add("--system", metavar="TEXT", help="system message")
     add("--prompt", metavar="TEXT", help="answer this and exit")
+    add("--fork", type=int, metavar="N", help="with --prompt: N answers at once, and the blocks that they share")
     add("--show-blocks", action="store_true", help="draw the cache, live while it fills")
     return parser
 
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack an answer's characters
     try:
         if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+            if options.fork is not None:
+                raise UserError("--fork answers once, so it needs --prompt; in the chat it is the command /fork")
             _chat(options)
             return 0
         return _answer_once(options)
@@ -79,8 +82,12 @@ def _answer_once(options: argparse.Namespace) -> int:
         text = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
     if not text.strip():
         raise UserError("there is nothing to answer: the prompt is empty")
-    answer = make_screen().show_answer(load_session(options), text, options.show_blocks)
-    return INTERRUPTED if answer.finish_reason == "abort" else 0
+    session, screen = load_session(options), make_screen()
+    if options.fork is None:
+        screen.show_answer(session, text, options.show_blocks)
+    else:
+        screen.show_fork(session, options.fork, text)
+    return INTERRUPTED if any(answer.finish_reason == "abort" for answer in session.answers) else 0
 
 
 def _chat(options: argparse.Namespace) -> None:

@@ -21,8 +21,11 @@ def load_session(options: argparse.Namespace) -> "ChatSession":
         UserError: An option is out of range, or the model cannot be had or cannot chat.
     """
     from minipaged import SamplingParams
-    from minipaged.chat.session import ChatSession
+    from minipaged.chat.session import ChatSession, check_fork
+    from minipaged.llm import check_rung
 
+    if options.fork is not None:
+        check_fork(options.fork, check_rung(options.rung))
     params = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
     )

@@ -82,6 +82,21 @@ class Repl:
         self.screen.note(f"conversation: {num_turns} turns, {num_tokens} of {llm.max_model_len} tokens")
         self.screen.note(", ".join(f"{name} {value}" for name, value in llm.stats().items()))
 
+    def do_fork(self, argument: str) -> None:
+        """/fork N [TEXT]: N answers at once that share the prompt's blocks; no TEXT: to the last message, anew."""
+        number, *text = argument.split(maxsplit=1) or [""]
+        if not number.isdecimal():
+            raise UserError("/fork needs a number of continuations, such as /fork 3 or /fork 3 Tell me a story")
+        self.screen.show_fork(self.session, int(number), text[0] if text else None)
+        self.screen.note("Continuation 0 is in the conversation; /keep K puts another in its place.")
+
+    def do_keep(self, argument: str) -> None:
+        """/keep K: have the conversation go on from continuation K of the last /fork; without it, from 0."""
+        if not argument.isdecimal():
+            raise UserError("/keep needs the number of a continuation, such as /keep 1")
+        self.session.keep(int(argument))
+        self.screen.note(f"Continuation {int(argument)} is in the conversation.")
+
     def do_blocks(self, argument: str) -> None:
         """/blocks [on | off]: draw the blocks of the last answer, or draw them live while answers come."""
         if argument in ("on", "off"):
@@ -94,7 +109,13 @@ class Repl:
             nothing = "no answer has used the cache yet" if has_cache else "this rung has no cache"
             self.screen.note(f"There is nothing to draw: {nothing}.")
         else:
-            self.screen.note("The cache at the end of the last answer, just before its slots were given back:")
+            is_fork = len(self.session.memory.seq_ids) > 1
+            name = (
+                "fork, while all continuations were in it"
+                if is_fork
+                else "answer, just before its slots were given back"
+            )
+            self.screen.note(f"The cache at the end of the last {name}:")
             self.screen.draw(self.session.memory)
 
     def do_rung(self, argument: str) -> None:

@@ -1,72 +1,28 @@
-"""A conversation: its messages, one answer at a time, and what the memory looked like. No terminal in here."""
+"""A conversation: its messages, one answer at a time or several at once. No terminal in here."""
 
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minipaged.chat.answers import Answer, Memory, Progress
 from minipaged.errors import UserError
-from minipaged.viz.views import ArenaView, PoolView, view_cache
+from minipaged.viz.views import view_cache
 
 if TYPE_CHECKING:
     from minipaged import SamplingParams
-    from minipaged.contiguous.arena import Waste
-    from minipaged.llm import LLM
+    from minipaged.llm import LLM, Chunk
 
 Message = dict[str, str]
 
-
-@dataclass(frozen=True)
-class Memory:
-    """What the engine's cache held at one moment of an answer: the picture and the count of wasted slots."""
-
-    view: PoolView | ArenaView
-    waste: "Waste"
-
-    def __str__(self) -> str:
-        wasted = self.waste.reserved + self.waste.internal + self.waste.external
-        if isinstance(self.view, ArenaView):
-            reserved = sum(own.num_reserved for own in self.view.ranges)
-            return f"{reserved} slots reserved · {wasted} wasted"
-        used = self.view.num_blocks - len(self.view.free_ids)
-        return f"{used}/{self.view.num_blocks} blocks · {wasted} slots wasted"
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is known about an answer once it has ended.
-
-    ``finish_reason`` is "stop", "length" or "abort"; ``is_context_full`` tells a "length" for want of room from one
-    that ``max_tokens`` asked for. ``memory`` is the cache just before the answer's slots were given back, None on a
-    rung without a cache. Times are in seconds.
-    """
-
-    text: str
-    finish_reason: str
-    is_context_full: bool
-    num_prompt_tokens: int
-    num_tokens: int
-    time_to_first_token: float | None
-    total_time: float
-    memory: Memory | None
-
-    def __str__(self) -> str:
-        """Return the line that stands under an answer."""
-        speed = self.num_tokens / self.total_time if self.total_time > 0 else 0.0
-        parts = [f"{self.num_tokens} tokens", f"{speed:.1f} tokens/s"]
-        if self.time_to_first_token is not None:
-            parts.append(f"first token {self.time_to_first_token:.2f} s")
-        parts.append(str(self.memory) if self.memory else "no cache")
-        if self.finish_reason == "abort":
-            parts.append("stopped")
-        return " · ".join(parts)
+FORK_TEMPERATURE = 0.8
+"""Temperature of a fork in a chat whose own is 0, where all continuations would be equal."""
 
 
 class ChatSession:
-    """Hold a conversation and answer its messages. Every answer prefills the whole conversation.
+    """Hold a conversation and answer its messages, once or several times. Every answer prefills the whole conversation.
 
     Args:
         llm: The loaded model; may be replaced between answers.
@@ -84,7 +40,10 @@ class ChatSession:
         self.params = params
         self.messages: list[Message] = []
         self.memory: Memory | None = None
-        self.answer: Answer | None = None
+        self.answer: Answer | None = None  # the one in ``messages``
+        self.answers: list[Answer] = []  # and all of the last request, several after a fork
+        self.last_params = params
+        self._copies_before = 0
         self._is_stopping = False
         if system is not None:
             self.set_system(system)
@@ -104,6 +63,7 @@ class ChatSession:
         """Forget the conversation; keep the system message."""
         self.messages = self.messages[: self.system is not None]
         self.memory = self.answer = None
+        self.answers = []
 
     def stop(self) -> None:
         """End the answer after the token that is being computed."""
@@ -119,25 +79,59 @@ class ChatSession:
             UserError: The conversation does not fit into the context any more, or the chat template refuses it. The
                 message is then not part of the conversation.
         """
-        message = {"role": "user", "content": _clean(text)}
-        prompt = self.llm.chat_prompt([*self.messages, message])
-        room = self._room(len(prompt))
-        wanted = self.params.max_tokens
-        params = replace(self.params, max_tokens=room if wanted is None else min(room, wanted))
-        self._is_stopping = False
-        progress = _Progress(len(prompt))
-        try:
-            yield from self._run(prompt, params, progress)
-        except (GeneratorExit, KeyboardInterrupt):
-            self._finish(message, progress, room)
-            raise
-        self._finish(message, progress, room)
+        for pieces in self._answer(self._with_message(text), self.params):
+            yield pieces[0]
+
+    def fork(self, n: int, text: str | None = None) -> Iterator[list[str]]:
+        """Answer a message ``n`` times over one prompt; yield for every step a piece of each continuation.
+
+        Without ``text`` the last message is answered anew. Continuation 0 goes into ``messages``; `keep` puts
+        another in its place. All of them are in ``answers``, each with the seed that makes it again.
+
+        Raises:
+            UserError: As `respond`; the rung makes one answer at a time; there is nothing to answer anew; or the
+                pool leaves so many continuations no room. The conversation is then as it was.
+        """
+        check_fork(n, self.llm.rung)
+        if text is None and not any(message["role"] == "user" for message in self.messages):
+            raise UserError(f"there is no message yet to answer anew; /fork {n} TEXT sends one")
+        turns = self.messages[:-1] if text is None else self._with_message(text)  # the last one is an answer
+        yield from self._answer(turns, self._fork_params(n))
+
+    def keep(self, index: int) -> None:
+        """Put another continuation of the last fork into the conversation; possible until the next answer."""
+        if len(self.answers) < 2:
+            raise UserError("there is nothing to choose from: the last answer was no /fork")
+        if not 0 <= index < len(self.answers):
+            raise UserError(f"/keep takes a continuation from 0 to {len(self.answers) - 1}, not {index}")
+        self.answer = self.answers[index]
+        self.messages[-1] = {"role": "assistant", "content": self.answer.text}
+
+    @property
+    def has_chat_temperature(self) -> bool:
+        """Return whether the last request ran at the chat's own temperature."""
+        return self._temperature == self.last_params.temperature
+
+    @property
+    def room_line(self) -> str:
+        """Return why the last fork had room for no more tokens."""
+        limit, num_tokens = self.llm.max_model_len, self.last_params.max_tokens
+        if self.answers[0].num_prompt_tokens + (num_tokens or 0) == limit:
+            return f"The context of {limit} tokens is full; /reset begins a new conversation."
+        num_blocks = self.llm.engine.options.num_blocks
+        return f"The pool of {num_blocks} blocks has room for {num_tokens} tokens of each; --num-blocks can be more."
 
     def look(self) -> Memory | None:
         """Return what the cache holds now; None on a rung without a cache."""
-        cache = getattr(self.llm.engine, "cache", None)
+        cache: Any = getattr(self.llm.engine, "cache", None)
         view = view_cache(cache)
-        return None if cache is None or view is None else Memory(view, cache.waste())
+        if view is None:
+            return None
+        if not hasattr(cache, "sharing"):
+            return Memory(view, cache.waste())
+        sharing = cache.sharing()
+        copies = sharing.num_copies - self._copies_before
+        return Memory(view, cache.waste(), replace(sharing, num_copies=copies))
 
     def save(self, path: Path, model: str) -> None:
         """Write the conversation: as JSON if the name ends in .json, else as Markdown."""
@@ -153,9 +147,40 @@ class ChatSession:
         except OSError as error:
             raise UserError(f"the conversation cannot be written to {path}: {error.strerror}") from error
 
-    def _room(self, num_prompt_tokens: int) -> int:
+    def _with_message(self, text: str) -> list[Message]:
+        return [*self.messages, {"role": "user", "content": _clean(text)}]
+
+    def _fork_params(self, n: int) -> "SamplingParams":
+        """Return the chat's parameters for n continuations that differ and can be repeated."""
+        from minipaged.foundation.philox import draw_seed
+
+        seed = draw_seed() if self.params.seed is None else self.params.seed
+        return replace(self.params, n=n, temperature=self._temperature or FORK_TEMPERATURE, seed=seed)
+
+    @property
+    def _temperature(self) -> float:
+        """Return the chat's temperature, which may be the model's own."""
+        return self.params.resolve(self.llm.engine.options.generation_config).temperature or 0.0
+
+    def _answer(self, turns: list[Message], params: "SamplingParams") -> Iterator[list[str]]:
+        """Answer a conversation that ends with a message; yield for every step a piece of each continuation."""
+        prompt = self.llm.chat_prompt(turns)
+        room = self._room(len(prompt), params)
+        wanted = params.max_tokens
+        params = replace(params, max_tokens=room if wanted is None else min(room, wanted))
+        self._is_stopping = False
+        progresses = [Progress(len(prompt), seed) for seed in _seeds(params)]
+        try:
+            yield from self._run(prompt, params, progresses)
+        except (GeneratorExit, KeyboardInterrupt):
+            self._finish(turns, params, progresses, room)
+            raise
+        self._finish(turns, params, progresses, room)
+
+    def _room(self, num_prompt_tokens: int, params: "SamplingParams") -> int:
         """Return how many tokens of answer fit behind the prompt, or refuse when there is none."""
-        room = self.llm.engine.max_output_tokens(num_prompt_tokens, self.params)
+        engine = self.llm.engine
+        room = engine.max_output_tokens(num_prompt_tokens, params)
         if room < 1:
             turns = len(self.messages) - (self.system is not None)
             way_out = "/reset begins a new conversation" if turns else "send a shorter message"
@@ -163,16 +188,28 @@ class ChatSession:
                 f"the context is full: with this message the conversation has {num_prompt_tokens} tokens, and prompt "
                 f"and answer together may have {num_prompt_tokens + room}; {way_out}"
             )
+        alone = engine.max_output_tokens(num_prompt_tokens, replace(params, n=1))
+        if room < 2 <= min(alone, params.max_tokens or alone):
+            raise UserError(
+                f"the pool is too small for {params.n} continuations: behind {num_prompt_tokens} tokens, its "
+                f"{engine.options.num_blocks} blocks of {engine.options.block_size} slots have room for 1 token of "
+                f"each and for {alone} of one alone; ask for fewer, or start with more --num-blocks"
+            )
         return room
 
-    def _run(self, prompt: list[int], params: "SamplingParams", progress: "_Progress") -> Iterator[str]:
+    def _run(self, prompt: list[int], params: "SamplingParams", progresses: list[Progress]) -> Iterator[list[str]]:
         """Stream the answer and keep count; the engine has dropped the request when this ends, however it ends."""
+        self.memory = None
+        self._copies_before = getattr(getattr(self.llm.engine, "cache", None), "num_copies", 0)
         chunks = self.llm.stream(prompt, params)
         with self._watch_release():
             try:
-                for chunk in chunks:
-                    progress.add(chunk.text, len(chunk.token_ids), chunk.finish_reason)
-                    yield chunk.text
+                for step in _steps(chunks, len(progresses)):
+                    pieces = [""] * len(progresses)
+                    for chunk in step:
+                        progresses[chunk.index].add(chunk.text, len(chunk.token_ids), chunk.finish_reason)
+                        pieces[chunk.index] += chunk.text
+                    yield pieces
                     if self._is_stopping:
                         return
             finally:
@@ -180,52 +217,56 @@ class ChatSession:
 
     @contextmanager
     def _watch_release(self) -> Iterator[None]:
-        """Look at the cache at the last moment: just before the engine takes the answer's slots back."""
+        """Look at the cache at the last moment when all is in it: just before the engine takes any slots back."""
         engine = self.llm.engine
-        release = engine.release
 
-        def look_and_release(seq: Any) -> None:
+        def look(seq: object) -> None:
+            engine.before_release = None  # once: when the next continuation ends, this one is gone
             self.memory = self.look()
-            release(seq)
 
-        engine.release = look_and_release  # type: ignore[method-assign]
+        engine.before_release = look
         try:
             yield
         finally:
-            del engine.release  # the class's own method shows again
+            engine.before_release = None
 
-    def _finish(self, message: Message, progress: "_Progress", room: int) -> None:
-        text = "".join(progress.pieces)
-        self.messages += [message, {"role": "assistant", "content": text}]
-        self.answer = Answer(
-            text=text,
-            finish_reason=progress.finish_reason or "abort",
-            is_context_full=progress.finish_reason == "length" and progress.num_tokens >= room,
-            num_prompt_tokens=progress.num_prompt_tokens,
-            num_tokens=progress.num_tokens,
-            time_to_first_token=progress.time_to_first_token,
-            total_time=time.perf_counter() - progress.start,
-            memory=self.memory,
-        )
+    def _finish(self, turns: list[Message], params: "SamplingParams", progresses: list[Progress], room: int) -> None:
+        self.answers = [progress.answer(room, self.memory) for progress in progresses]
+        self.answer = self.answers[0]
+        self.last_params = params
+        self.messages = [*turns, {"role": "assistant", "content": self.answer.text}]
 
 
-class _Progress:
-    """Count an answer while it comes."""
+def check_fork(n: int, rung: str) -> None:
+    """Refuse a number of continuations, or a rung that makes one answer at a time."""
+    from minipaged.llm import RUNGS
+    from minipaged.sharing.params import MAX_SAMPLES
 
-    def __init__(self, num_prompt_tokens: int):
-        self.num_prompt_tokens = num_prompt_tokens
-        self.start = time.perf_counter()
-        self.pieces: list[str] = []
-        self.num_tokens = 0
-        self.time_to_first_token: float | None = None
-        self.finish_reason: str | None = None
+    if not 2 <= n <= MAX_SAMPLES:
+        raise UserError(f"a fork has 2 to {MAX_SAMPLES} continuations, not {n}")
+    if RUNGS.index(rung) < RUNGS.index("sharing"):
+        raise UserError(f"rung {rung!r} makes one answer at a time; rung 'sharing' can fork")
 
-    def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
-        if self.time_to_first_token is None:
-            self.time_to_first_token = time.perf_counter() - self.start
-        self.pieces.append(text)
-        self.num_tokens += num_tokens
-        self.finish_reason = finish_reason
+
+def _seeds(params: "SamplingParams") -> list[int | None]:
+    """Return the seed of each continuation."""
+    from minipaged.foundation.philox import child_seed
+
+    return [None if params.seed is None else child_seed(params.seed, index) for index in range(params.n)]
+
+
+def _steps(chunks: Iterable["Chunk"], n: int) -> Iterator[list["Chunk"]]:
+    """Gather what the continuations get in one step: they come in order, so the last that runs completes it."""
+    running = set(range(n))
+    step: list[Chunk] = []
+    for chunk in chunks:
+        step.append(chunk)
+        is_complete = chunk.index == max(running)
+        if chunk.finish_reason is not None:
+            running.remove(chunk.index)
+        if is_complete or not running:
+            yield step
+            step = []
 
 
 def _clean(text: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from minipaged.contiguous.buddy import BuddyAllocator
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError, UserError
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,21 @@ class Arena:
         self.ranges: dict[int, Reservation] = {}
 
     @property
+    def seq_ids(self) -> list[int]:
+        """Return the sequences that have a range."""
+        return list(self.ranges)
+
+    @property
     def used_slots(self) -> int:
         """Return the slots of all ranges, written or not."""
         return sum(own.length for own in self.ranges.values())
 
-    def num_reserved(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
+    def slots_to_reserve(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
         """Return how many slots the policy reserves.
 
         Example:
             >>> for policy in RESERVATIONS:
-            ...     print(policy, Arena(4096, 2048, policy).num_reserved(161, 25))
+            ...     print(policy, Arena(4096, 2048, policy).slots_to_reserve(161, 25))
             max 2048
             pow2 193
             oracle 186
@@ -108,20 +113,21 @@ class Arena:
 
     def can_admit(self, num_prompt_tokens: int, num_output_tokens: int) -> bool:
         """Return whether a range that is large enough is free."""
-        return self.buddy.can_allocate(self.num_reserved(num_prompt_tokens, num_output_tokens))
+        return self.buddy.can_allocate(self.slots_to_reserve(num_prompt_tokens, num_output_tokens))
 
     def allocate(self, seq_id: int, num_prompt_tokens: int, num_output_tokens: int) -> int:
         """Reserve a range for a sequence, count its prompt as written, and return the first slot.
 
         Raises:
-            UserError: The prompt is longer than the reservation, or no range is free. Nothing is taken then.
+            AccountingError: The prompt is longer than the reservation, or no range is free. Nothing is taken then.
         """
-        wanted = self.num_reserved(num_prompt_tokens, num_output_tokens)
+        assert seq_id not in self.ranges
+        wanted = self.slots_to_reserve(num_prompt_tokens, num_output_tokens)
         if num_prompt_tokens > wanted:
-            raise UserError(f"{num_prompt_tokens} tokens do not fit into a reservation of {wanted} slots")
+            raise AccountingError(f"{num_prompt_tokens} tokens do not fit into a reservation of {wanted} slots")
         start = self.buddy.allocate(wanted)
         if start is None:
-            raise UserError(f"no range of {wanted} slots is free in the arena of {self.num_slots}")
+            raise AccountingError(f"no range of {wanted} slots is free in the arena of {self.num_slots}")
         length = self.buddy.allocated[start]
         self.ranges[seq_id] = Reservation(start, length, wanted, num_prompt_tokens, num_prompt_tokens)
         return start
@@ -130,7 +136,7 @@ class Arena:
         """Take the sequence's next slot and return it."""
         own = self.ranges[seq_id]
         if own.num_tokens == own.num_reserved:
-            raise UserError(f"sequence {seq_id} has filled its reservation of {own.num_reserved} slots")
+            raise AccountingError(f"sequence {seq_id} has filled its reservation of {own.num_reserved} slots")
         own.num_tokens += 1
         return own.start + own.num_tokens - 1
 

@@ -71,6 +71,12 @@ class Engine(FoundationEngine):
         """Give back the sequence's slots."""
         self.cache.free(seq.seq_id)
 
+    def drop_batch(self) -> None:
+        """Abort all members, and free what a sequence took that had not joined the batch yet."""
+        super().drop_batch()
+        for seq_id in self.cache.seq_ids:
+            self.cache.free(seq_id)
+
     def stats(self) -> dict[str, int]:
         """Return the counters; a block that is reserved in part counts as used."""
         used = -(-self.cache.used_slots // self.options.block_size)
@@ -103,7 +109,7 @@ class Engine(FoundationEngine):
         own = self.cache.ranges[seq.seq_id]
         return list(range(own.start, own.start + own.num_tokens))
 
-    def write(self, layer: int, k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int[Tensor, " T"]):
+    def write(self, layer: int, k: Float[Tensor, "T K D"], v: Float[Tensor, "T K D"], slots: Int[Tensor, " T"]) -> None:
         """Write the keys and values of new tokens into their slots."""
         for pool, new in zip(self.kv[layer], (k, v), strict=True):
             pool.view(-1, *new.shape[1:]).index_copy_(0, slots, new)

@@ -1,6 +1,7 @@
 """Rung 1's operation: attention of one new token per sequence over a dense row of keys and values."""
 
 from minipaged.contiguous import reference
+from minipaged.errors import UserError
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import Tier, declare_part, run_op
 
@@ -50,6 +51,8 @@ def contiguous_attention(
         v.shape,
     )
     assert num_heads % k.shape[2] == 0 and seq_lens.shape == (num_seqs,)
+    if window is not None and window < 1:
+        raise UserError(f"window must be at least 1, not {window}")
     return run_op(
         "contiguous_attention",
         tier,

@@ -7,8 +7,14 @@
 An answer of g tokens to a prompt of P costs ``g * P + g * (g - 1) / 2`` token passes. With keys and values kept
 (rung 1) it costs ``P + g - 1``: for P = 100 and g = 100 that is 199 in the place of 14,950.
 
-Modules, in the order of a request's life: `weights` and `config` (a checkpoint becomes a model; `default_model`
-makes the one that comes through pip), `tokenizer` (text becomes ids), `generate` (the engine: requests become
-batches, batches become steps), `model` (a step becomes logits; `ops` and `reference` are its operations),
-`sampling` and `philox` (logits become a token), `detokenizer` (tokens become text that can be streamed).
+Modules, in the order of a request's life:
+
+- `default_model` makes the model that comes through pip ready, with `gguf_conversion`.
+- `config` says what a checkpoint is, `rope` how it turns queries and keys, and `weights` loads it.
+- `tokenizer` turns text into ids, and a conversation by its `chat_template`, which `control_tokens` guards.
+- `sampling_params` holds how a request's tokens are chosen and when it stops.
+- `sequence` is the request while it runs, and `generate` the engine that moves all of them on, step by step.
+- `model` turns a step's tokens into logits; its `ops` run as `reference` (PyTorch) or as `kernels` (Triton).
+- `sampling` turns logits into a token: `filters` leave out the unlikely ones, `philox` draws the noise.
+- `detokenizer` turns tokens into text that can be streamed.
 """

@@ -89,7 +89,6 @@ class ModelConfig:
 
     ``layer_windows`` holds one entry per layer: how many newest keys a token sees, itself included, or None for
     all. ``max_model_len`` is the longest sequence, prompt and output together, that the model was made for.
-    ``dtype`` is the name of the checkpoint's dtype where it says one.
     """
 
     architecture: str
@@ -109,7 +108,6 @@ class ModelConfig:
     rope: RopeConfig
     max_model_len: int
     layer_windows: tuple[int | None, ...]
-    dtype: str | None
     eos_token_ids: tuple[int, ...]
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -157,8 +155,7 @@ class ModelConfig:
             rope=rope,
             max_model_len=max_model_len,
             layer_windows=_layer_windows(model_type, values),
-            dtype=_dtype_name(config),
-            eos_token_ids=_token_ids(values["eos_token_id"]),
+            eos_token_ids=token_ids_of(values["eos_token_id"]),
         )
 
 
@@ -222,13 +219,13 @@ def _layer_windows(model_type: str, values: dict[str, Any]) -> tuple[int | None,
     return tuple(window if sliding else None for sliding in listed)
 
 
-def _dtype_name(config: dict[str, Any]) -> str | None:
-    name = config.get("dtype") or config.get("torch_dtype")
-    return str(name).removeprefix("torch.") if name else None
+def token_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return what a config says under ``eos_token_id`` and the like, no, one or several ids, as a tuple.
 
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return no, one or several token ids as a tuple."""
+    Example:
+        >>> token_ids_of(None), token_ids_of(2), token_ids_of([7, 9])
+        ((), (2,), (7, 9))
+    """
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

@@ -77,7 +77,7 @@ class ControlTokens:
         """
         encoding = self._backend.encode(rendered, add_special_tokens=False)
         written = self._written_tokens(encoding, rendered)
-        if not stand_ins.used and len(written) == self._count(encoding.ids):
+        if not stand_ins.is_used and len(written) == self._count(encoding.ids):
             return encoding.ids
         ids, end_of_last = [], 0
         for start, end, token_id in [*written, (len(rendered), len(rendered), None)]:
@@ -153,8 +153,8 @@ class StandIns:
         self._of: dict[str, str] = {}
 
     @property
-    def used(self) -> bool:
-        """True when anything was swapped."""
+    def is_used(self) -> bool:
+        """Return whether anything was swapped."""
         return bool(self._of)
 
     def of(self, text: str) -> str:

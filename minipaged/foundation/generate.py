@@ -71,8 +71,11 @@ class Engine:
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.admitted: deque[Sequence] = deque()  # members of the batch whose prompt has not been through the model
         self.running: list[Sequence] = []  # members of the batch that have their first token
+        self.dropped: list[StepOutput] = []  # the ends of sequences that a failed step has cost, not yet reported
         self.request_ids = itertools.count()
         self.seq_ids = itertools.count()
+        # Called just before a sequence's slots are given back: lessons and drawings look at the cache here.
+        self.before_release: Callable[[Sequence], None] | None = None
 
     # -- the four verbs
 
@@ -103,11 +106,33 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
-        return bool(self.waiting or self.admitted or self.running)
+        return bool(self.waiting or self.admitted or self.running or self.dropped)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Run the model once and give every sequence that took part its next token."""
+        """Run the model once and give every sequence that took part its next token.
+
+        Returns:
+            One output per sequence that took part; nothing when nothing is to be done.
+
+        Raises:
+            InvalidLogitsError: The model gave NaN. It and any other error in the middle of a step leave tokens and
+                slots that do not fit together, so the whole batch is dropped: the next step reports each member
+                with finish_reason "abort". Requests that wait are not touched.
+
+        Cost:
+            One pass over the weights, for a prefill as for a decode.
+        """
+        if self.dropped:
+            outputs, self.dropped = self.dropped, []
+            return outputs
+        try:
+            return self._run_batch()
+        except BaseException:
+            self.drop_batch()
+            raise
+
+    def _run_batch(self) -> list[StepOutput]:
         if not self.admitted and not self.running:
             self._form_batch()
         if self.admitted:
@@ -128,16 +153,25 @@ class Engine:
 
         An id that is not there, because the request has ended or never was, gives an empty list.
         """
+        self.dropped = [output for output in self.dropped if output.request_id != request_id]
         dropped = []
         for queue in (self.waiting, self.admitted, self.running):
             for seq in [seq for seq in queue if seq.request_id == request_id]:
                 queue.remove(seq)
-                if queue is not self.waiting:
-                    self.release(seq)
-                seq.finish_reason = "abort"
-                seq.text_stream.flush()
+                if seq.finish_reason is None:  # one that ended in a step that failed later has given back its slots
+                    if queue is not self.waiting:
+                        self.give_back(seq)
+                    seq.finish_reason = "abort"
+                    seq.text_stream.flush()
                 dropped.append(seq.result())
         return dropped
+
+    def drop_batch(self) -> None:
+        """Abort all members of the batch and note their ends for the next step."""
+        for request_id in dict.fromkeys(seq.request_id for seq in (*self.admitted, *self.running)):
+            for result in (results := self.abort(request_id)):
+                is_last = result is results[-1]
+                self.dropped.append(StepOutput(request_id, result.index, [], "", result, is_last))
 
     # -- what a later rung changes
 
@@ -174,7 +208,7 @@ class Engine:
         text = seq.append(sampled)
         if seq.finish_reason is None:
             return StepOutput(seq.request_id, seq.index, [sampled.token_id], text)
-        self.release(seq)
+        self.give_back(seq)
         return StepOutput(seq.request_id, seq.index, [sampled.token_id], text, seq.result(), is_last=True)
 
     def decode(self, batch: list[Sequence]) -> Float[Tensor, "B V"]:
@@ -196,6 +230,12 @@ class Engine:
         return dict.fromkeys(names.split(), 0)
 
     # -- helpers
+
+    def give_back(self, seq: Sequence) -> None:
+        """Release a sequence that has held something, after `before_release` has had its look."""
+        if self.before_release is not None:
+            self.before_release(seq)
+        self.release(seq)
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Put a list of numbers on the model's device."""

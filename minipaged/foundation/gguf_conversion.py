@@ -17,7 +17,7 @@ import numpy as np
 
 from minipaged.errors import UserError
 
-_BLOCK_NAMES = {
+_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -79,7 +79,7 @@ def hugging_face_name(gguf_name: str) -> str:
     if gguf_name in _TOP_NAMES:
         return _TOP_NAMES[gguf_name]
     _, layer, part, suffix = gguf_name.split(".")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[part]}.{suffix}"
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
 
 
 def unpermute_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """What the decoder's own operations mean, which arguments they take, and which implementation runs.
 
 Keyword ``tier`` chooses as `minipaged.tiers` describes. ``use(rms_norm=mine)`` puts a reader's function in the
-place of an operation; it then gets the arguments below, without ``tier``.
+place of an operation; it then gets the arguments below, without ``tier`` and with ``scale`` always a number.
 """
 
 from typing import overload
@@ -11,12 +11,12 @@ from minipaged.foundation import reference
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import Tier, declare_part, run_op
 
-declare_part("rms_norm", "rms_norm(x [T E], weight [E], eps, residual=None [T E]) -> [T E], or two with a residual")
-declare_part("rotary", "rotary(q [T H D], k [T K D], cos [T D/2], sin [T D/2]) -> (q, k) turned")
-declare_part("silu_mul", "silu_mul(gate [T F], up [T F]) -> [T F]")
+declare_part("rms_norm", "(x [T E], weight [E], eps, *, residual) -> [T E], or two with a residual")
+declare_part("rotary", "(q [T H D], k [T K D], cos [T D/2], sin [T D/2]) -> (q, k) turned")
+declare_part("silu_mul", "(gate [T F], up [T F]) -> [T F]")
 declare_part(
     "causal_attention",
-    "causal_attention(q [T H D], k [T K D], v [T K D], query_starts [B+1], scale=None, window=None) -> [T H D]",
+    "(q [T H D], k [T K D], v [T K D], query_starts [B+1], *, scale, window) -> [T H D]",
 )
 
 
@@ -37,12 +37,17 @@ def rms_norm(
     """Scale each row to root mean square 1, then each column by its weight.
 
     Args:
+        x: One row per token, or per token and head where single heads are normed.
+        weight: One factor per column.
         eps: Added to the mean square, so that a row of zeros gives zeros.
         residual: Added to ``x`` first. One pass then does what stands between two sublayers anyway.
 
     Returns:
         The normed rows. With a residual also the sum, which is the next residual; the norm is taken of the sum as
         rounded to its dtype.
+
+    Raises:
+        UserError: The shapes do not fit together.
 
     Cost:
         Reads and writes each row once; a kernel saves one round trip per residual.
@@ -82,10 +87,19 @@ def rotary(
     """Turn queries and keys by their positions, so that their product depends on the distance alone.
 
     Args:
-        cos: Cosine of each token's angle for each pair of entries; entry i pairs with entry i + D/2.
+        q: Queries. Entry i of a head pairs with entry i + D/2.
+        k: Keys of the same tokens.
+        cos: Cosine of each token's angle for each pair of entries, in the dtype of q or in fp32.
+        sin: Sine of the same angles.
 
     Returns:
         New tensors. Values are not turned.
+
+    Raises:
+        UserError: The shapes do not fit together.
+
+    Cost:
+        Reads and writes every query and key once; all heads of a token share its angles.
 
     Source:
         RoFormer (arXiv 2104.09864), in the half-split order of checkpoints on the Hugging Face hub.
@@ -104,6 +118,16 @@ def rotary(
 
 def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"], *, tier: Tier = None) -> Float[Tensor, "T F"]:
     """Gate the MLP: ``gate * sigmoid(gate) * up``.
+
+    Args:
+        gate: One row per token, as wide as the MLP.
+        up: What is let through.
+
+    Raises:
+        UserError: The shapes differ.
+
+    Cost:
+        Reads two rows and writes one per token; a kernel keeps the gated row out of memory until it is whole.
 
     Source:
         GLU Variants Improve Transformer (arXiv 2002.05202), SwiGLU.
@@ -133,15 +157,26 @@ def causal_attention(
     KV head ``h // (H // K)``.
 
     Args:
-        query_starts: Where each sequence begins, and T at the end: ``[0, 5, 7]`` is a sequence of 5 and one of 2.
+        q: Queries of all tokens.
+        k: Keys of the same tokens.
+        v: Values, like the keys.
+        query_starts: Where each sequence begins, and T at the end, int32: ``[0, 5, 7]`` is a sequence of 5 and one
+            of 2.
         scale: Factor on the scores; None is ``D ** -0.5``.
         window: How many newest tokens a token sees, itself included; None is all.
+
+    Raises:
+        UserError: The shapes do not fit together, or the window is below 1.
 
     Invariants:
         A sequence's rows depend on no other sequence.
 
     Cost:
         Grows with the square of each length (with length x window where there is one), not with T squared.
+
+    Source:
+        Attention Is All You Need (arXiv 1706.03762), section 3.2.1; KV heads shared by groups of query heads as in
+        GQA (arXiv 2305.13245); the window as in Mistral 7B (arXiv 2310.06825).
 
     Example:
         >>> import torch
@@ -153,19 +188,18 @@ def causal_attention(
     _check("causal_attention", k.shape[::2] == q.shape[::2], "q and k must have the same tokens and head size")
     _check("causal_attention", q.shape[1] % k.shape[1] == 0, "query heads must be a multiple of KV heads")
     _check("causal_attention", window is None or window >= 1, "window must be at least 1")
-    torch_impl = reference.causal_attention_sdpa
-    options = {"scale": scale, "window": window}
     return run_op(
         "causal_attention",
         tier,
         q.device,
-        torch_impl,
+        reference.causal_attention_sdpa,
         "minipaged.foundation.kernels:causal_attention",
         q,
         k,
         v,
         query_starts,
-        **options,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
     )
 
 

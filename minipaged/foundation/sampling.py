@@ -4,7 +4,7 @@ Choosing is Gumbel-max: with noise g drawn independently for every token, ``argm
 is a sample from ``softmax(logits / temperature)``. No probabilities are needed, no generator has a state (see
 `minipaged.foundation.philox`), and temperature 0 is the same rule without the noise. A row goes through::
 
-    logits -> ban end tokens (min_tokens) -> penalties -> - maximum, / temperature -> top_k -> top_p -> min_p
+    logits -> penalties -> ban end tokens (min_tokens) -> - maximum, / temperature -> top_k -> top_p -> min_p
            -> + noise -> argmax
 
 Ties go to the lower token id everywhere, and a row's result never depends on the other rows of the batch:
@@ -38,11 +38,11 @@ LOWEST_LOGPROB = -9999.0
 """Reported for an impossible token instead of -inf, which JSON cannot carry."""
 
 
-class InvalidLogitsError(ArithmeticError):
+class InvalidLogitsError(RuntimeError):
     """Some rows of the logits have no best token: NaN, +inf, or nothing but -inf.
 
-    ``rows`` are their indices in the batch. Sampling has no state, so the caller may end these sequences and
-    sample the others again with the same result.
+    ``rows`` are their indices in the batch. No engine catches it: it ends the whole step, for the other sequences
+    too. Such logits come from a broken model or cache, and then no row of the batch is to be trusted.
     """
 
     def __init__(self, rows: list[int], values: list[float]) -> None:

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True when `apply_chat_template` can work."""
+        """Return whether `apply_chat_template` can work."""
         return self._chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

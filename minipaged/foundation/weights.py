@@ -82,7 +82,11 @@ def _download(repo_id: str, revision: str | None, show_progress: Progress) -> Pa
 
 
 def load_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """Return the model's config, and its ``generation_config.json`` as a dict, empty if there is none."""
+    """Return the model's config, and its ``generation_config.json`` as a dict, empty if there is none.
+
+    Raises:
+        UserError: ``config.json`` is missing, one of the two is no JSON object, or the config is not supported.
+    """
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation_config = _read_json(generation_path) if generation_path.exists() else {}
@@ -122,6 +126,10 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     """Return which file holds each tensor, after checking that all files an index names are whole and agree.
 
     The files say what they hold; the index is only checked against them, since an index can outlive its shards.
+
+    Raises:
+        UserError: There are no weights, a shard is missing or cut short, a tensor is in two files, or the index
+            names one that its file does not hold.
     """
     index_names: dict[str, str] = {}
     if (folder / SINGLE_FILE).exists():

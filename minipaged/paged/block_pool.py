@@ -2,10 +2,10 @@
 
 from collections import deque
 
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError, UserError
 from minipaged.tiers import declare_part
 
-declare_part("block_pool", "(num_blocks, block_size) -> an object with the methods of BlockPool")
+declare_part("block_pool", "class with the methods of BlockPool; read when an LLM on rung 'paged' is made")
 
 
 class BlockPool:
@@ -60,10 +60,10 @@ class BlockPool:
         """Take a free block and return its id.
 
         Raises:
-            UserError: No block is free.
+            AccountingError: No block is free.
         """
         if not self._free:
-            raise UserError(f"all {self.num_blocks} blocks of the pool are in use")
+            raise AccountingError(f"all {self.num_blocks} blocks of the pool are in use")
         block_id = self._free.popleft()
         self._is_free[block_id] = False
         return block_id
@@ -72,17 +72,17 @@ class BlockPool:
         """Give a block back.
 
         Raises:
-            UserError: The block is free already, or no such block exists.
+            AccountingError: The block is free already, or no such block exists.
         """
         self._check_id(block_id)
         if self._is_free[block_id]:
-            raise UserError(f"block {block_id} is freed a second time")
+            raise AccountingError(f"block {block_id} is freed a second time")
         self._is_free[block_id] = True
         self._free.append(block_id)
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
-            raise UserError(f"block {block_id} does not exist; ids are 0 to {self.num_blocks - 1}")
+            raise AccountingError(f"block {block_id} does not exist; ids are 0 to {self.num_blocks - 1}")
 
     def check(self) -> None:
         """Assert the invariants."""

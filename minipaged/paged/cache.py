@@ -1,7 +1,7 @@
 """The bookkeeping of all running sequences: one pool and a block table each."""
 
 from minipaged.contiguous.arena import Waste
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError
 from minipaged.paged.block_pool import BlockPool
 from minipaged.paged.block_table import BlockTable, num_blocks_for
 from minipaged.tiers import replacement
@@ -20,8 +20,8 @@ class PagedCache:
 
     Example:
         >>> cache = PagedCache(num_blocks=4, block_size=4)
-        >>> cache.allocate(7, num_prompt_tokens=5, max_tokens=9)
-        >>> cache.tables[7].block_ids, cache.pool.num_free, cache.can_admit(max_tokens=5)
+        >>> cache.allocate(7, num_prompt_tokens=5, max_slots=9)
+        >>> cache.tables[7].block_ids, cache.pool.num_free, cache.can_admit(5, 5)
         ([0, 1], 2, False)
         >>> [cache.append(7) for _ in range(4)]
         [5, 6, 7, 8]
@@ -39,29 +39,35 @@ class PagedCache:
         return (replacement("block_pool") or BlockPool)(num_blocks, block_size)
 
     @property
+    def seq_ids(self) -> list[int]:
+        """Return the sequences that have a block table."""
+        return list(self.tables)
+
+    @property
     def num_promised(self) -> int:
         """Return how many blocks the running sequences may have at most, together."""
         return sum(self._max_blocks.values())
 
-    def can_admit(self, max_tokens: int) -> bool:
-        """Return whether a sequence that may grow to ``max_tokens`` slots can enter."""
-        return self.num_promised + num_blocks_for(max_tokens, self.pool.block_size) <= self.pool.num_blocks
+    def can_admit(self, num_prompt_tokens: int, max_slots: int) -> bool:
+        """Return whether a sequence that may grow to ``max_slots`` slots can enter."""
+        return self.num_promised + num_blocks_for(max_slots, self.pool.block_size) <= self.pool.num_blocks
 
-    def allocate(self, seq_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Make a block table for a prompt and promise the sequence room for ``max_tokens`` slots.
+    def allocate(self, seq_id: int, num_prompt_tokens: int, max_slots: int) -> None:
+        """Make a block table for a prompt and promise the sequence room for ``max_slots`` slots.
 
         Raises:
-            UserError: The room is not there. Nothing is taken then.
+            AccountingError: The room is not there. Nothing is taken then.
         """
-        if not self.can_admit(max_tokens):
-            raise UserError(
-                f"{max_tokens} slots are not free: {self.pool.num_blocks} blocks of {self.pool.block_size} slots, "
+        assert seq_id not in self.tables and num_prompt_tokens <= max_slots
+        if not self.can_admit(num_prompt_tokens, max_slots):
+            raise AccountingError(
+                f"{max_slots} slots are not free: {self.pool.num_blocks} blocks of {self.pool.block_size} slots, "
                 f"{self.num_promised} of them promised"
             )
-        self._start(seq_id, num_prompt_tokens, max_tokens)
+        self._start(seq_id, num_prompt_tokens, max_slots)
 
-    def _start(self, seq_id: int, num_prompt_tokens: int, max_tokens: int) -> None:
-        self._max_blocks[seq_id] = num_blocks_for(max_tokens, self.pool.block_size)
+    def _start(self, seq_id: int, num_prompt_tokens: int, max_slots: int) -> None:
+        self._max_blocks[seq_id] = num_blocks_for(max_slots, self.pool.block_size)
         self.tables[seq_id] = BlockTable(self.pool.block_size)
         for _ in range(num_prompt_tokens):
             self.append(seq_id)
@@ -71,7 +77,7 @@ class PagedCache:
         table = self.tables[seq_id]
         if table.needs_block:
             if len(table.block_ids) == self._max_blocks[seq_id]:
-                raise UserError(f"sequence {seq_id} has all {len(table.block_ids)} blocks it was promised")
+                raise AccountingError(f"sequence {seq_id} has all {len(table.block_ids)} blocks it was promised")
             table.block_ids.append(self.pool.allocate())
         table.num_tokens += 1
         return table.slot(table.num_tokens - 1)

@@ -34,7 +34,9 @@ class Engine(ContiguousEngine):
 
     def can_admit(self, seq: Sequence) -> bool:
         """Return whether the blocks that the sequence may need are neither taken nor promised."""
-        return FoundationEngine.can_admit(self, seq) and self.cache.can_admit(_max_slots(seq))
+        return FoundationEngine.can_admit(self, seq) and self.cache.can_admit(
+            len(seq.prompt_token_ids), _max_slots(seq)
+        )
 
     def admit(self, seq: Sequence) -> None:
         """Take the prompt's blocks."""

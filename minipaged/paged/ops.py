@@ -1,5 +1,6 @@
 """Rung 2's operations: write new keys and values into slots, and attend through block tables."""
 
+from minipaged.errors import UserError
 from minipaged.paged import reference
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import Tier, declare_part, run_op
@@ -102,6 +103,8 @@ def paged_attention(
     num_seqs, num_heads, head_dim = q.shape
     assert k_pool.shape == v_pool.shape and k_pool.shape[3] == head_dim and num_heads % k_pool.shape[2] == 0
     assert block_tables.shape[0] == num_seqs and seq_lens.shape == (num_seqs,)
+    if window is not None and window < 1:
+        raise UserError(f"window must be at least 1, not {window}")
     return run_op(
         "paged_attention",
         tier,

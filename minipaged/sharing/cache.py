@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from minipaged.contiguous.arena import Waste
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError
 from minipaged.paged.block_table import BlockTable, num_blocks_for
 from minipaged.paged.cache import PagedCache
 from minipaged.sharing.ref_pool import RefCountedBlockPool
@@ -33,7 +33,7 @@ class Promise:
 
     max_blocks: int
     max_sequences: int
-    blocks_per_fork: int
+    num_blocks_per_fork: int
     num_sequences: int = 1
 
 
@@ -52,7 +52,7 @@ class SharingCache(PagedCache):
         S = 4, 6 prompt tokens, two sequences. The fork shares both blocks; the first write copies the part-full one.
 
         >>> cache = SharingCache(num_blocks=8, block_size=4)
-        >>> cache.allocate(7, num_prompt_tokens=6, max_tokens=8, num_sequences=2)
+        >>> cache.allocate(7, num_prompt_tokens=6, max_slots=8, num_sequences=2)
         >>> cache.fork(7, 9)
         >>> cache.tables[9].block_ids, cache.sharing().num_blocks_saved
         ([0, 1], 2)
@@ -73,36 +73,37 @@ class SharingCache(PagedCache):
 
     def make_pool(self, num_blocks: int, block_size: int) -> RefCountedBlockPool:
         """Count references."""
-        return (replacement("block_pool") or RefCountedBlockPool)(num_blocks, block_size)
+        return (replacement("ref_counted_block_pool") or RefCountedBlockPool)(num_blocks, block_size)
 
     @property
     def num_promised(self) -> int:
         """Return how many blocks the running families may have at most, together."""
         return sum(promise.max_blocks for promise in self._promises.values())
 
-    def can_admit(self, max_tokens: int, num_prompt_tokens: int = 0, num_sequences: int = 1) -> bool:
+    def can_admit(self, num_prompt_tokens: int, max_slots: int, num_sequences: int = 1) -> bool:
         """Return whether a family can enter: sequences with a common prompt, whose full blocks count once."""
-        need = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences)
+        need = self._blocks_needed(num_prompt_tokens, max_slots, num_sequences)
         return self.num_promised + need <= self.pool.num_blocks
 
-    def allocate(self, seq_id: int, num_prompt_tokens: int, max_tokens: int, num_sequences: int = 1) -> None:
+    def allocate(self, seq_id: int, num_prompt_tokens: int, max_slots: int, num_sequences: int = 1) -> None:
         """Make a block table for a prompt, and promise room for a family of up to ``num_sequences`` at a time."""
-        need = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences)
+        assert seq_id not in self.tables and num_prompt_tokens <= max_slots
+        need = self._blocks_needed(num_prompt_tokens, max_slots, num_sequences)
         if self.num_promised + need > self.pool.num_blocks:
-            raise UserError(
-                f"{num_sequences} sequences of {max_tokens} slots need {need} blocks; "
+            raise AccountingError(
+                f"{num_sequences} sequences of {max_slots} slots need {need} blocks; "
                 f"{self.num_promised} of {self.pool.num_blocks} are promised to others"
             )
-        per_fork = self._blocks_needed(num_prompt_tokens, max_tokens, num_sequences + 1) - need
+        per_fork = self._blocks_needed(num_prompt_tokens, max_slots, num_sequences + 1) - need
         self._family[seq_id] = seq_id
         self._promises[seq_id] = Promise(need, num_sequences, per_fork)
-        self._start(seq_id, num_prompt_tokens, max_tokens)
+        self._start(seq_id, num_prompt_tokens, max_slots)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Let a new sequence of the family share all blocks of another.
 
         Raises:
-            UserError: The family has as many sequences as it was promised, and the pool has no room for another.
+            AccountingError: The family has as many sequences as it was promised, and the pool has no room for another.
 
         Cost:
             One count per block of the parent; no keys or values move.
@@ -132,19 +133,19 @@ class SharingCache(PagedCache):
         self.pending_copies = waiting
 
     def _extend(self, promise: Promise) -> None:
-        if self.num_promised + promise.blocks_per_fork > self.pool.num_blocks:
-            raise UserError(
-                f"one more fork may need {promise.blocks_per_fork} blocks; {self.num_promised} of "
+        if self.num_promised + promise.num_blocks_per_fork > self.pool.num_blocks:
+            raise AccountingError(
+                f"one more fork may need {promise.num_blocks_per_fork} blocks; {self.num_promised} of "
                 f"{self.pool.num_blocks} are promised"
             )
-        promise.max_blocks += promise.blocks_per_fork
+        promise.max_blocks += promise.num_blocks_per_fork
         promise.max_sequences += 1
 
-    def _blocks_needed(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> int:
-        if max_tokens <= num_prompt_tokens:
+    def _blocks_needed(self, num_prompt_tokens: int, max_slots: int, num_sequences: int) -> int:
+        if max_slots <= num_prompt_tokens:
             return num_blocks_for(num_prompt_tokens, self.pool.block_size)  # nothing is written behind the prompt
         shared = num_prompt_tokens // self.pool.block_size
-        return shared + num_sequences * (num_blocks_for(max_tokens, self.pool.block_size) - shared)
+        return shared + num_sequences * (num_blocks_for(max_slots, self.pool.block_size) - shared)
 
     def append(self, seq_id: int) -> int:
         """Take the sequence's next slot; copy the block first if somebody else reads it too."""

@@ -1,5 +1,7 @@
 """The sequences of one request: what was asked for, and what has become of them."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
@@ -38,10 +40,13 @@ class Family:
         """Return whether samples wait until all have ended, since nobody knows before which will be returned."""
         return self.search is None and num_sequences(self.params) > getattr(self.params, "n", 1)
 
-    def best(self) -> list[Result]:
-        """Return the n samples with the best mean log-probability, best first, counted anew from 0."""
+    def best(self, aborted: Iterable[Result] = ()) -> list[Result]:
+        """Return the n samples with the best mean log-probability, best first, counted anew from 0.
+
+        ``aborted`` are samples that were stopped before they ended; they are ranked by what they have.
+        """
         assert isinstance(self.params, SamplingParams)
-        scored = [replace(result, score=_mean_logprob(result)) for result in self.results]
+        scored = [replace(result, score=_mean_logprob(result)) for result in (*self.results, *aborted)]
         scored.sort(key=lambda result: (-(result.score or 0.0), result.index))
         kept = scored[: self.params.n]
         if self.params.logprobs is None:  # they were asked for only to rank by them
@@ -55,5 +60,5 @@ def num_sequences(params: FoundationParams) -> int:
 
 
 def _mean_logprob(result: Result) -> float:
-    assert result.logprobs
-    return sum(each.logprob for each in result.logprobs) / len(result.logprobs)
+    logprobs = result.logprobs or []
+    return sum(each.logprob for each in logprobs) / len(logprobs) if logprobs else -math.inf

@@ -54,8 +54,7 @@ class Engine(PagedEngine):
 
     def admit(self, seq: Sequence) -> None:
         """Take the prompt's blocks, and promise the family its room."""
-        max_tokens, num_prompt_tokens, count = self._room(seq)
-        self.cache.allocate(seq.seq_id, num_prompt_tokens, max_tokens, count)
+        self.cache.allocate(seq.seq_id, *self._room(seq))
         family = self.families[seq.request_id] = Family.of(seq)
         if family.holds_back and seq.params.logprobs is None:
             seq.params = replace(seq.params, logprobs=0)  # to rank the samples by
@@ -67,8 +66,8 @@ class Engine(PagedEngine):
         """
         family = self.families.pop(request_id, None)
         if family is None or family.search is None:
-            held = family.results if family and family.holds_back else []
-            return held + super().abort(request_id)
+            dropped = super().abort(request_id)
+            return family.best(dropped) if family and family.holds_back else dropped
         for rank, seq in enumerate(self._members(request_id)):  # in the order of their sums
             seq.index = rank
             seq.text_stream.push(seq.output_token_ids)
@@ -80,7 +79,7 @@ class Engine(PagedEngine):
 
     def _room(self, seq: Sequence) -> tuple[int, int, int]:
         num_prompt_tokens = len(seq.prompt_token_ids)
-        return num_prompt_tokens + seq.max_output_tokens - 1, num_prompt_tokens, num_sequences(seq.params)
+        return num_prompt_tokens, num_prompt_tokens + seq.max_output_tokens - 1, num_sequences(seq.params)
 
     # -- copy-on-write
 
@@ -136,7 +135,7 @@ class Engine(PagedEngine):
         """Make children 1 and up of a sequence; the parent is child 0."""
         indices = range(1, num_sequences(parent.params))
         children = [self._fork(parent, index=index, seed=child_seed(parent.seed, index)) for index in indices]
-        self.running += children
+        self.running += children  # a fork before an error is freed by `drop_batch`
         return children
 
     def _family_outputs(self, output: StepOutput) -> list[StepOutput]:
@@ -163,7 +162,7 @@ class Engine(PagedEngine):
         kept = set() if search.done else {parent for parent, _ in survivors}
         for i, beam in enumerate(beams):
             if i not in kept:
-                self.release(beam)
+                self.give_back(beam)
         self.running = [seq for seq in self.running if seq.request_id != request_id]
         if not search.done:
             self.running += self._extend_beams(beams, survivors)

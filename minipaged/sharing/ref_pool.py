@@ -1,7 +1,10 @@
 """Which blocks are free, and how many sequences have each of the others."""
 
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError
 from minipaged.paged.block_pool import BlockPool
+from minipaged.tiers import declare_part
+
+declare_part("ref_counted_block_pool", "class with the methods of RefCountedBlockPool; read when an LLM is made")
 
 
 class RefCountedBlockPool(BlockPool):
@@ -43,11 +46,11 @@ class RefCountedBlockPool(BlockPool):
         """Add a reference.
 
         Raises:
-            UserError: Nobody has the block, so there is nothing to share, or no such block exists.
+            AccountingError: Nobody has the block, so there is nothing to share, or no such block exists.
         """
         self._check_id(block_id)
         if self._num_references[block_id] == 0:
-            raise UserError(f"block {block_id} is free and cannot be shared")
+            raise AccountingError(f"block {block_id} is free and cannot be shared")
         self._num_references[block_id] += 1
 
     def free(self, block_id: int) -> None:

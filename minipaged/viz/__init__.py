@@ -16,7 +16,8 @@ letter and one hue per sequence, ``.`` (grey) is free, ``_`` is a slot that is t
 
 from minipaged.viz.drawing import Drawing
 from minipaged.viz.svg import Svg, draw_arena_svg, draw_block_table_svg, draw_pool_svg
-from minipaged.viz.text import draw_arena, draw_block_table, draw_pool, draw_view
+from minipaged.viz.tables import draw_block_table, draw_block_tables
+from minipaged.viz.text import draw_arena, draw_pool, draw_view
 from minipaged.viz.views import (
     DECODE_COLOR,
     FREE_GREY,
@@ -48,6 +49,7 @@ __all__ = [
     "draw_arena_svg",
     "draw_block_table",
     "draw_block_table_svg",
+    "draw_block_tables",
     "draw_pool",
     "draw_pool_svg",
     "draw_view",

@@ -3,20 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from minipaged.viz.drawing import Drawing, Line, Span, merged
-from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, TableView, hue, letter
-
-FREE, EMPTY, LOST, SHARED, MIXED, UNOWNED = ".", "_", "-", "#", "+", "?"
-_NOTES = {
-    FREE: "free",
-    EMPTY: "taken, empty",
-    LOST: "lost to rounding",
-    SHARED: "shared",
-    MIXED: "several sequences",
-    UNOWNED: "in use, in no table",
-}
-
-_MAX_NAMED = 8
-"""Most sequences that a legend names and most block tables that one picture shows."""
+from minipaged.viz.marks import EMPTY, FREE, LOST, MAX_NAMED, MIXED, NOTES, SHARED, UNOWNED, slot_bar
+from minipaged.viz.tables import draw_block_table, draw_block_tables
+from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, hue, letter
 
 
 def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
@@ -34,6 +23,7 @@ def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
         Reads each block once; the drawing has at most ``width * max_rows`` marks.
 
     Example:
+        >>> from minipaged.viz.views import TableView
         >>> pool = PoolView(8, 4, (TableView(0, (7, 2, 5), 10),), frozenset({0, 1, 3, 4, 6}))
         >>> print(draw_pool(pool, width=40))
         pool: 8 blocks of 4 slots, 3 used, 5 free
@@ -58,52 +48,8 @@ def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
         f"pool: {view.num_blocks} blocks of {view.block_size} slots, {view.num_blocks - num_free} used, "
         f"{num_free} free{_scale(group, 'blocks')}"
     )
-    legend = _legend(rows, (table.seq_id for table in view.tables), _NOTES, width)
+    legend = _legend(rows, (table.seq_id for table in view.tables), NOTES, width)
     return Drawing(((Span(heading),), *rows, *legend))
-
-
-def draw_block_table(
-    table: TableView,
-    block_size: int,
-    token_texts: Sequence[str] | None = None,
-    width: int = 80,
-    max_rows: int = 12,
-) -> Drawing:
-    """Draw one block table: which block of the pool holds which tokens of the sequence.
-
-    Args:
-        table: The table at one moment.
-        block_size: Slots in a block.
-        token_texts: The text of each token in the cache, to stand beside its block.
-        width: Columns to use.
-        max_rows: A longer table has runs of neighbouring full blocks in one row; if that is still too long, the
-            middle is left out, and the drawing says so.
-
-    Example:
-        >>> print(draw_block_table(TableView(0, (7, 2, 5), 10), block_size=4))
-        block table of A: 10 tokens in 3 blocks, 2 slots empty
-        index  block  slots
-            0      7  AAAA
-            1      2  AAAA
-            2      5  AA__
-    """
-    num_blocks, max_rows = len(table.block_ids), max(3, max_rows)
-    num_empty = num_blocks * block_size - table.num_tokens
-    heading = (
-        f"block table of {letter(table.seq_id)}: {table.num_tokens} tokens in {num_blocks} blocks, "
-        f"{num_empty} slots empty"
-    )
-    runs = [(index, index) for index in range(num_blocks)]
-    if num_blocks > max_rows:
-        runs = _neighbour_runs(table, block_size)
-    rows = [_table_row(table, block_size, first, last, token_texts, width) for first, last in runs]
-    if len(runs) > max_rows:
-        head, tail = max_rows - max_rows // 2 - 1, len(runs) - max_rows // 2
-        num_left_out = sum(last - first + 1 for first, last in runs[head:tail])
-        rows[head:tail] = [(Span(f"  ...  {num_left_out} more blocks"),)]
-    index_width, id_width = _table_widths(table)
-    names = (Span(f"{'index':>{index_width}}  {'block':>{id_width}}  slots"),)
-    return Drawing(((Span(heading, hue(table.seq_id)),), names, *rows))
 
 
 def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
@@ -133,7 +79,7 @@ def draw_arena(view: ArenaView, width: int = 80, max_rows: int = 8) -> Drawing:
     heading = (
         f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens{_scale(group, 'slots')}"
     )
-    notes = _NOTES | {EMPTY: "reserved, empty"}
+    notes = NOTES | {EMPTY: "reserved, empty"}
     return Drawing(((Span(heading),), *rows, *_legend(rows, (own.seq_id for own in view.ranges), notes, width)))
 
 
@@ -142,10 +88,13 @@ def draw_view(view: PoolView | ArenaView, width: int = 80, max_rows: int = 8) ->
     if isinstance(view, ArenaView):
         return draw_arena(view, width, max_rows)
     drawing = draw_pool(view, width, max_rows)
-    for table in view.tables[:_MAX_NAMED]:
-        drawing += draw_block_table(table, view.block_size, width=width, max_rows=max_rows)
-    if len(view.tables) > _MAX_NAMED:
-        drawing += Drawing(((Span(f"and {len(view.tables) - _MAX_NAMED} more block tables"),),))
+    shared = frozenset(block_id for block_id, held in view.holders().items() if len(held) > 1)
+    if len(view.tables) == 1:
+        return drawing + draw_block_table(view.tables[0], view.block_size, width=width, max_rows=max_rows)
+    if view.tables:
+        drawing += draw_block_tables(view.tables[:MAX_NAMED], view.block_size, shared, width, max_rows)
+    if len(view.tables) > MAX_NAMED:
+        drawing += Drawing(((Span(f"and {len(view.tables) - MAX_NAMED} more block tables"),),))
     return drawing
 
 
@@ -169,9 +118,9 @@ def _legend(rows: Iterable[Line], seq_ids: Iterable[int], notes: dict[str, str],
     """Return lines that explain the marks that occur in ``rows``, and no others."""
     marks = {mark for row in rows for span in row if span.color for mark in span.text}
     named = [seq_id for seq_id in seq_ids if {letter(seq_id), letter(seq_id).lower(), SHARED, MIXED} & marks]
-    spans = [Span(f"{letter(seq_id)} = sequence {seq_id}   ", hue(seq_id)) for seq_id in named[:_MAX_NAMED]]
-    if len(named) > _MAX_NAMED:
-        spans.append(Span(f"and {len(named) - _MAX_NAMED} more sequences   "))
+    spans = [Span(f"{letter(seq_id)} = sequence {seq_id}   ", hue(seq_id)) for seq_id in named[:MAX_NAMED]]
+    if len(named) > MAX_NAMED:
+        spans.append(Span(f"and {len(named) - MAX_NAMED} more sequences   "))
     spans += [Span(f"{mark} {note}   ", FREE_GREY) for mark, note in notes.items() if mark in marks]
     spans += [Span(f"{mark} not full   ", FREE_GREY) for mark in sorted(marks) if mark.islower()][:1]
     lines: list[Line] = [()]
@@ -181,10 +130,6 @@ def _legend(rows: Iterable[Line], seq_ids: Iterable[int], notes: dict[str, str],
             lines.append(())
         lines[-1] += (span,)
     return lines
-
-
-def _slots(mark: str, filled: int, block_size: int, color: str) -> list[Span]:
-    return [Span(mark * filled, color, is_filled=True), Span(EMPTY * (block_size - filled), color)]
 
 
 def _block_rows(view: PoolView, columns: int, id_width: int) -> list[Line]:
@@ -205,7 +150,7 @@ def _block_slots(view: PoolView, block_id: int, holders: Holders) -> list[Span]:
         return [Span((FREE if block_id in view.free_ids else UNOWNED) * view.block_size, FREE_GREY)]
     seq_id = held[0][0].seq_id
     mark = SHARED if len(held) > 1 else letter(seq_id)
-    return _slots(mark, max(filled for _, filled in held), view.block_size, hue(seq_id))
+    return slot_bar(mark, max(filled for _, filled in held), view.block_size, hue(seq_id))
 
 
 def _map_rows(view: PoolView, columns: int, group: int, id_width: int) -> list[Line]:
@@ -232,52 +177,6 @@ def _group_mark(view: PoolView, block_ids: Sequence[int], holders: Holders) -> S
         return Span(SHARED if is_shared else MIXED, hue(first), is_filled=True)
     is_full = len(held) == len(block_ids) and all(tables[0][1] == view.block_size for tables in held)
     return Span(letter(first) if is_full else letter(first).lower(), hue(first), is_filled=is_full)
-
-
-def _neighbour_runs(table: TableView, block_size: int) -> list[tuple[int, int]]:
-    """Return (first, last) indices of runs of full blocks whose ids rise by one."""
-    runs: list[tuple[int, int]] = []
-    for index, block_id in enumerate(table.block_ids):
-        is_full = table.filled(index, block_size) == block_size
-        if runs and is_full and table.block_ids[index - 1] == block_id - 1:
-            runs[-1] = (runs[-1][0], index)
-        else:
-            runs.append((index, index))
-    return runs
-
-
-def _table_widths(table: TableView) -> tuple[int, int]:
-    """Return the widths of the index and the id column: wide enough for a run such as 120-131."""
-    id_digits = len(str(max(table.block_ids, default=0)))
-    return max(5, 2 * len(str(len(table.block_ids))) + 1), max(5, 2 * id_digits + 1)
-
-
-def _table_row(
-    table: TableView, block_size: int, first: int, last: int, token_texts: Sequence[str] | None, width: int
-) -> Line:
-    """Return the row of table entries ``first`` to ``last``; more than one only where all of them are full."""
-    index_width, id_width = _table_widths(table)
-    index, block = str(first), str(table.block_ids[first])
-    filled = table.filled(first, block_size)
-    if last > first:
-        index, block = f"{first}-{last}", f"{block}-{table.block_ids[last]}"
-        slots = [Span(f"all {(last - first + 1) * block_size} filled", hue(table.seq_id))]
-    elif block_size <= 32:
-        slots = _slots(letter(table.seq_id), filled, block_size, hue(table.seq_id))
-    else:
-        slots = [Span(f"{filled} of {block_size} filled", hue(table.seq_id))]
-    row = (Span(f"{index:>{index_width}}  {block:>{id_width}}  "), *slots)
-    if token_texts is None:
-        return row
-    pieces = token_texts[first * block_size : min((last + 1) * block_size, table.num_tokens)]
-    used = sum(len(span.text) for span in row) + 2
-    return (*row, Span("  " + _one_line(pieces, width - used)))
-
-
-def _one_line(pieces: Sequence[str], width: int) -> str:
-    """Join token texts with ``|``, with line breaks and other controls made visible, and cut them to ``width``."""
-    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in "|".join(pieces))
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
 
 
 def _arena_mark(view: ArenaView, start: int, stop: int) -> Span:

@@ -21,11 +21,14 @@ class FakeEngine:
     def __init__(self, limit: int):
         self.limit = limit
         self.cache = PagedCache(num_blocks=8, block_size=4)
+        self.before_release: Callable[[object], None] | None = None
 
     def max_output_tokens(self, num_prompt_tokens: int, params: object) -> int:
         return min(self.limit, 32) - num_prompt_tokens
 
-    def release(self, seq_id: int) -> None:
+    def give_back(self, seq_id: int) -> None:
+        if self.before_release is not None:
+            self.before_release(seq_id)
         self.cache.free(seq_id)
 
 
@@ -56,9 +59,9 @@ class FakeLLM:
                     self.engine.cache.append(seq_id)
                 self.on_token(number)
                 reason = "stop" if number == len(self.pieces) else "length" if number == params.max_tokens else None
-                yield SimpleNamespace(text=piece, token_ids=[number], finish_reason=reason)
+                yield SimpleNamespace(text=piece, token_ids=[number], finish_reason=reason, index=0)
         finally:
-            self.engine.release(seq_id)
+            self.engine.give_back(seq_id)
 
     def stats(self) -> dict[str, int]:
         return {"num_blocks": 8, "free_blocks": self.engine.cache.pool.num_free}

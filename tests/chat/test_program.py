@@ -179,6 +179,35 @@ def test_in_a_terminal_an_answer_can_be_stopped_and_the_chat_left(smollm2_folder
 
 
 @needs_pseudo_terminals
+def test_in_a_terminal_a_fork_shows_what_is_shared_and_can_be_stopped(smollm2_folder: Path) -> None:
+    with Terminal("--dtype", "float32", "--num-blocks", "24", "--seed", "7") as chat:
+        chat.wait_for(">>>")
+        chat.type("/fork 3 Tell me a long story about the sea.\r")
+        live = chat.wait_for("saved")
+        assert "3 block tables" in live
+        assert "################" in live
+        chat.type("\x03")
+        chat.wait_for("-- 0, sequence A")
+        chat.wait_for("-- 2, sequence C")
+        chat.wait_for("without sharing")
+        chat.wait_for("stopped")
+        chat.wait_for(">>>")
+        chat.type("/keep 2\r")
+        chat.wait_for("Continuation 2 is in the conversation.")
+        chat.wait_for(">>>")
+        chat.type("\x04")
+        assert chat.wait_for_end() == 0
+
+
+@needs_pseudo_terminals
+def test_in_a_terminal_the_option_fork_needs_a_prompt() -> None:
+    with Terminal("--fork", "3") as chat:
+        assert chat.wait_for_end() == 2
+        assert "--fork answers once, so it needs --prompt" in chat.shown
+        assert "Traceback" not in chat.shown
+
+
+@needs_pseudo_terminals
 def test_in_a_terminal_the_chat_can_be_left_before_the_model_is_there(smollm2_folder: Path) -> None:
     with Terminal() as chat:
         chat.wait_for(">>>")

@@ -64,7 +64,7 @@ def test_an_unknown_command_gets_one_sentence_and_a_space_makes_it_a_message() -
 def test_help_lists_every_command() -> None:
     repl, out = make_repl()
     text = run(repl, out, "/help")
-    for name in ("help", "reset", "system", "stats", "blocks", "rung", "save", "exit"):
+    for name in ("help", "reset", "system", "stats", "fork", "keep", "blocks", "rung", "save", "exit"):
         assert f"  /{name}" in text
 
 

@@ -4,9 +4,9 @@ import io
 
 import pytest
 
+from minipaged.chat.answers import Memory
 from minipaged.chat.loading import Progress
 from minipaged.chat.screen import TerminalScreen
-from minipaged.chat.session import Memory
 from minipaged.paged.cache import PagedCache
 from minipaged.viz import PoolView, TableView
 from tests.chat.fake_llm import FakeLLM, make_session

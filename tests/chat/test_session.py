@@ -132,7 +132,7 @@ def test_watching_the_engine_leaves_it_as_it_was() -> None:
     pieces = session.respond("Hi")
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
-    assert "release" not in vars(llm.engine)
+    assert llm.engine.before_release is None
 
 
 def test_the_system_message_can_be_set_changed_and_removed_in_mid_conversation() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from minipaged.contiguous.arena import RESERVATIONS, Arena
 from minipaged.contiguous.buddy import BuddyAllocator
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError, UserError
 from tests.walks import run_small_walks, run_walks
 
 
@@ -31,20 +31,20 @@ def test_reserved_and_internal_come_together_while_the_output_length_is_unknown(
 
 def test_an_output_of_25_reserves_32_and_never_more_than_the_limit():
     arena = Arena(4096, 2048, "pow2")
-    assert arena.num_reserved(161, 25) == 161 + 32
-    assert arena.num_reserved(161, 32) == 161 + 32
-    assert arena.num_reserved(161, 33) == 161 + 64
-    assert arena.num_reserved(1900, 130) == 2048
+    assert arena.slots_to_reserve(161, 25) == 161 + 32
+    assert arena.slots_to_reserve(161, 32) == 161 + 32
+    assert arena.slots_to_reserve(161, 33) == 161 + 64
+    assert arena.slots_to_reserve(1900, 130) == 2048
 
 
 def test_an_arena_shorter_than_the_limit_holds_one_range():
     arena = Arena(num_slots=10, max_model_len=2048)
     assert arena.limit == 8
-    with pytest.raises(UserError, match="9 tokens do not fit into a reservation of 8 slots"):
+    with pytest.raises(AccountingError, match="9 tokens do not fit into a reservation of 8 slots"):
         arena.allocate(0, 9, 1)
     arena.allocate(0, 8, 1)
     assert not arena.can_admit(1, 1)
-    with pytest.raises(UserError, match="no range of 8 slots is free in the arena of 10"):
+    with pytest.raises(AccountingError, match="no range of 8 slots is free in the arena of 10"):
         arena.allocate(1, 1, 1)
     arena.check()
 
@@ -53,7 +53,7 @@ def test_a_full_reservation_refuses_the_next_token():
     arena = Arena(num_slots=4, max_model_len=4)
     arena.allocate(0, 3, 1)
     assert arena.append(0) == 3
-    with pytest.raises(UserError, match="sequence 0 has filled its reservation of 4 slots"):
+    with pytest.raises(AccountingError, match="sequence 0 has filled its reservation of 4 slots"):
         arena.append(0)
 
 
@@ -105,7 +105,7 @@ class ArenaWalk:
     def allocate(self, rng: random.Random) -> str:
         num_prompt, num_output = rng.randint(1, 8), rng.randint(1, 4)
         if num_prompt > self.arena.limit or not self.arena.can_admit(num_prompt, num_output):
-            with pytest.raises(UserError):
+            with pytest.raises(AccountingError):
                 self.arena.allocate(self.next_id, num_prompt, num_output)
             return "refuse"
         start = self.arena.allocate(self.next_id, num_prompt, num_output)

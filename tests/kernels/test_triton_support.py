@@ -77,7 +77,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, pretended_
 
 def test_missing_python_headers_are_named(monkeypatch: pytest.MonkeyPatch, pretended_gpu: None):
     monkeypatch.setenv("CC", "cc")
-    monkeypatch.setattr(triton_support.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(triton_support.sysconfig, "get_paths", lambda scheme: {"include": "/nowhere"})
     with pytest.raises(UserError, match=r"needs Python\.h"):
         require_triton(GPU)
 

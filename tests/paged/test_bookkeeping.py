@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError, UserError
 from minipaged.paged.block_pool import BlockPool
 from minipaged.paged.block_table import BlockTable, num_blocks_for
 from minipaged.paged.cache import PagedCache
@@ -19,7 +19,7 @@ def test_a_block_is_taken_with_the_token_that_needs_it(
     num_tokens: int, after_prefill: int, after_first_decode: int, full_after_prefill: int
 ):
     cache = PagedCache(num_blocks=3, block_size=16)
-    cache.allocate(0, num_tokens, max_tokens=num_tokens + 1)
+    cache.allocate(0, num_tokens, max_slots=num_tokens + 1)
     table = cache.tables[0]
     assert len(table.block_ids) == after_prefill
     assert table.num_tokens // 16 == full_after_prefill
@@ -31,7 +31,7 @@ def test_a_block_is_taken_with_the_token_that_needs_it(
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33])
 def test_the_least_number_of_blocks_is_enough(num_tokens: int):
     cache = PagedCache(num_blocks=num_blocks_for(num_tokens + 1, 16), block_size=16)
-    cache.allocate(0, num_tokens, max_tokens=num_tokens + 1)
+    cache.allocate(0, num_tokens, max_slots=num_tokens + 1)
     cache.append(0)
     cache.free(0)
     assert cache.pool.num_free == cache.pool.num_blocks
@@ -41,9 +41,9 @@ def test_a_double_free_is_refused_and_changes_nothing():
     pool = BlockPool(num_blocks=2, block_size=4)
     block_id = pool.allocate()
     pool.free(block_id)
-    with pytest.raises(UserError, match="block 0 is freed a second time"):
+    with pytest.raises(AccountingError, match="block 0 is freed a second time"):
         pool.free(block_id)
-    with pytest.raises(UserError, match="block 2 does not exist; ids are 0 to 1"):
+    with pytest.raises(AccountingError, match="block 2 does not exist; ids are 0 to 1"):
         pool.free(2)
     pool.check()
     assert pool.num_free == 2
@@ -52,7 +52,7 @@ def test_a_double_free_is_refused_and_changes_nothing():
 def test_an_empty_pool_says_how_large_it_is():
     pool = BlockPool(num_blocks=1, block_size=4)
     pool.allocate()
-    with pytest.raises(UserError, match="all 1 blocks of the pool are in use"):
+    with pytest.raises(AccountingError, match="all 1 blocks of the pool are in use"):
         pool.allocate()
 
 
@@ -64,7 +64,7 @@ def test_a_pool_without_slots_is_refused(num_blocks: int, block_size: int):
 
 def test_check_notices_broken_books():
     cache = PagedCache(num_blocks=4, block_size=4)
-    cache.allocate(0, 5, max_tokens=8)
+    cache.allocate(0, 5, max_slots=8)
     cache.tables[0].block_ids[0] = 3  # a free block in a table, and block 0 lost
     with pytest.raises(AssertionError):
         cache.check()
@@ -75,16 +75,16 @@ def test_check_notices_broken_books():
 
 def test_a_refused_sequence_takes_nothing():
     cache = PagedCache(num_blocks=4, block_size=4)
-    cache.allocate(0, 5, max_tokens=12)
-    with pytest.raises(UserError, match="5 slots are not free: 4 blocks of 4 slots, 3 of them promised"):
-        cache.allocate(1, 5, max_tokens=5)
+    cache.allocate(0, 5, max_slots=12)
+    with pytest.raises(AccountingError, match="5 slots are not free: 4 blocks of 4 slots, 3 of them promised"):
+        cache.allocate(1, 5, max_slots=5)
     cache.check()
     assert cache.pool.num_free == 2 and 1 not in cache.tables
 
 
 def test_waste_counts_the_empty_slots_of_last_blocks():
     cache = PagedCache(num_blocks=16, block_size=16)
-    cache.allocate(0, 161, max_tokens=186)
+    cache.allocate(0, 161, max_slots=186)
     waste = cache.waste()
     assert (waste.token_states, waste.reserved, waste.internal, waste.external) == (161, 0, 15, 0)
 
@@ -105,9 +105,9 @@ class PagedWalk:
         most = num_prompt_tokens + rng.randint(0, 2 * self.cache.pool.block_size)
         promised = sum(num_blocks_for(limit, self.cache.pool.block_size) for limit in self.limit.values())
         has_room = promised + num_blocks_for(most, self.cache.pool.block_size) <= self.cache.pool.num_blocks
-        assert self.cache.can_admit(most) == has_room
+        assert self.cache.can_admit(1, most) == has_room
         if not has_room:
-            with pytest.raises(UserError):
+            with pytest.raises(AccountingError):
                 self.cache.allocate(self.next_id, num_prompt_tokens, most)
             return "refuse"
         self.cache.allocate(self.next_id, num_prompt_tokens, most)
@@ -125,7 +125,7 @@ class PagedWalk:
             return "append"
         if self.limit[seq_id] % self.cache.pool.block_size:
             return None  # the last block has room beyond the limit
-        with pytest.raises(UserError, match="blocks it was promised"):
+        with pytest.raises(AccountingError, match="blocks it was promised"):
             self.cache.append(seq_id)
         return "refuse to append"
 

@@ -4,8 +4,9 @@ from random import Random
 
 import pytest
 
-from minipaged import UserError, use
+from minipaged import use
 from minipaged.contiguous.arena import Waste
+from minipaged.errors import AccountingError
 from minipaged.paged.block_table import num_blocks_for
 from minipaged.sharing.cache import Sharing, SharingCache
 from tests.walks import run_small_walks, run_walks
@@ -78,7 +79,7 @@ def test_fork_copies_only_the_last_partial_block(num_tokens: int, block_size: in
 
 def test_a_child_of_a_child_shares_with_both():
     cache = SharingCache(num_blocks=8, block_size=4)
-    cache.allocate(0, 6, max_tokens=12, num_sequences=3)
+    cache.allocate(0, 6, max_slots=12, num_sequences=3)
     cache.fork(0, 1)
     append_all(cache, [1])
     cache.fork(1, 2)
@@ -92,27 +93,27 @@ def test_a_child_of_a_child_shares_with_both():
 
 def test_the_books_allow_a_family_exactly_the_room_that_it_was_promised():
     cache = SharingCache(num_blocks=5, block_size=16)
-    assert cache.can_admit(26, num_prompt_tokens=18, num_sequences=4)  # 1 shared, 4 x 1 of their own
-    assert not cache.can_admit(26, num_prompt_tokens=18, num_sequences=5)
-    assert cache.can_admit(18, num_prompt_tokens=18, num_sequences=100), "without output nothing is copied"
-    with pytest.raises(UserError, match="5 sequences of 26 slots need 6 blocks; 0 of 5 are promised to others"):
+    assert cache.can_admit(18, 26, num_sequences=4)  # 1 shared, 4 x 1 of their own
+    assert not cache.can_admit(18, 26, num_sequences=5)
+    assert cache.can_admit(18, 18, num_sequences=100), "without output nothing is copied"
+    with pytest.raises(AccountingError, match="5 sequences of 26 slots need 6 blocks; 0 of 5 are promised to others"):
         cache.allocate(0, 18, 26, num_sequences=5)
     cache.check()
     assert cache.pool.num_free == 5 and not cache.tables
     family = family_of(cache, 18, count=4, num_output_tokens=8)
     for _ in range(8):
         append_all(cache, family)
-    assert cache.pool.num_free == 0 and not cache.can_admit(1)
+    assert cache.pool.num_free == 0 and not cache.can_admit(1, 1)
 
 
 def test_a_fork_beyond_the_promise_needs_room_of_its_own():
     cache = SharingCache(num_blocks=4, block_size=4)
-    cache.allocate(0, 6, max_tokens=8)
+    cache.allocate(0, 6, max_slots=8)
     assert cache.num_promised == 2
     cache.fork(0, 1)
     cache.fork(0, 2)
     assert cache.num_promised == 4
-    with pytest.raises(UserError, match="one more fork may need 1 blocks; 4 of 4 are promised"):
+    with pytest.raises(AccountingError, match="one more fork may need 1 blocks; 4 of 4 are promised"):
         cache.fork(0, 3)
     cache.check()
     assert 3 not in cache.tables and cache.pool.num_references(0) == 3
@@ -144,8 +145,8 @@ def test_waste_counts_a_shared_block_once():
 
 def test_a_sequence_cannot_outgrow_its_promise():
     cache = SharingCache(num_blocks=8, block_size=4)
-    cache.allocate(0, 4, max_tokens=4)
-    with pytest.raises(UserError, match="sequence 0 has all 1 blocks it was promised"):
+    cache.allocate(0, 4, max_slots=4)
+    with pytest.raises(AccountingError, match="sequence 0 has all 1 blocks it was promised"):
         cache.append(0)
     cache.check()
 
@@ -213,9 +214,9 @@ class SharingWalk:
         per_fork = num_blocks_for(prompt + more, self.size) - prompt // self.size if more else 0
         need = prompt // self.size + width * per_fork if more else num_blocks_for(prompt, self.size)
         has_room = self._num_promised() + need <= self.cache.pool.num_blocks
-        assert self.cache.can_admit(prompt + more, prompt, width) == has_room
+        assert self.cache.can_admit(prompt, prompt + more, width) == has_room
         if not has_room:
-            with pytest.raises(UserError, match=f"need {need} blocks"):
+            with pytest.raises(AccountingError, match=f"need {need} blocks"):
                 self.cache.allocate(self.next_id, prompt, prompt + more, width)
             return "refused prompt"
         seq_id = self._new_id()
@@ -234,7 +235,7 @@ class SharingWalk:
         promise, members = self.promised[family], list(self.family.values()).count(family)
         if members == promise[1]:
             if self._num_promised() + self.per_fork[family] > self.cache.pool.num_blocks:
-                with pytest.raises(UserError, match="one more fork"):
+                with pytest.raises(AccountingError, match="one more fork"):
                     self.cache.fork(parent, child)
                 return "refused fork"
             promise[0] += self.per_fork[family]
@@ -365,7 +366,7 @@ def always_copy(cache: SharingCache, seq_id: int) -> None:
 
 @pytest.mark.parametrize("sabotage", [no_copy, copy_without_release, always_copy])
 def test_the_walk_sees_a_wrong_copy_on_write(sabotage):
-    with use(prepare_write=sabotage), pytest.raises((AssertionError, UserError)):
+    with use(prepare_write=sabotage), pytest.raises((AssertionError, AccountingError)):
         run_walks(SharingWalk, 3000)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minipaged.errors import UserError
+from minipaged.errors import AccountingError
 from minipaged.sharing.ref_pool import RefCountedBlockPool
 
 
@@ -26,7 +26,7 @@ def test_one_free_too_many_is_refused_and_changes_nothing():
     pool.share(block_id)
     pool.free(block_id)
     pool.free(block_id)
-    with pytest.raises(UserError, match="block 0 is freed a second time"):
+    with pytest.raises(AccountingError, match="block 0 is freed a second time"):
         pool.free(block_id)
     pool.check()
     assert sorted(pool.free_block_ids) == [0, 1], "a block stands once in the free list"
@@ -37,16 +37,16 @@ def test_a_block_that_does_not_exist_is_refused(block_id: int):
     pool = RefCountedBlockPool(num_blocks=2, block_size=4)
     pool.allocate()
     pool.allocate()
-    with pytest.raises(UserError, match=f"block {block_id} does not exist; ids are 0 to 1"):
+    with pytest.raises(AccountingError, match=f"block {block_id} does not exist; ids are 0 to 1"):
         pool.free(block_id)
-    with pytest.raises(UserError, match=f"block {block_id} does not exist; ids are 0 to 1"):
+    with pytest.raises(AccountingError, match=f"block {block_id} does not exist; ids are 0 to 1"):
         pool.share(block_id)
     pool.check()
 
 
 def test_a_free_block_cannot_be_shared():
     pool = RefCountedBlockPool(num_blocks=2, block_size=4)
-    with pytest.raises(UserError, match="block 1 is free and cannot be shared"):
+    with pytest.raises(AccountingError, match="block 1 is free and cannot be shared"):
         pool.share(1)
     pool.check()
 
