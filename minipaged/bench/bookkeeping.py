@@ -25,7 +25,7 @@ POOL_SIZES = (20_000, 200_000, 2_000_000)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--out", type=Path, help="write the samples to this JSON file")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/bookkeeping.json"), help="where to write")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each case (default: 5)")
 
 
@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> None:
     record = new_record("bookkeeping", settings)
     record["seconds"] = measure(options.repeats, POOL_SIZES)
     print(report(record["seconds"]))
-    if options.out:
-        write_record(record, options.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_record(record, options.out)
 
 
 def measure(repeats: int, pool_sizes: tuple[int, ...]) -> dict[str, dict[str, list[float]]]:
