@@ -224,6 +224,15 @@ def test_a_table_that_ends_before_its_neighbours_has_empty_rows_and_counts_its_o
     ]
 
 
+def test_no_row_reaches_beyond_the_end_of_a_table_or_of_what_is_shared() -> None:
+    def rows(*tables: TableView, shared: range = range(0)) -> list[list[str]]:
+        return [line.split()[:5] for line in str(draw_block_tables(tables, 4, shared, max_rows=3)).splitlines()[3:]]
+
+    long, short = TableView(0, tuple(range(10)), 40), TableView(1, tuple(range(10, 15)), 20)
+    assert rows(long, short) == [["0-4", "0-4", "all", "20", "filled"], ["5-9", "5-9", "all", "20", "filled"]]
+    assert rows(long, shared=range(7)) == [["0-6", "0-6", "all", "28", "shared"], ["7-9", "7-9", "all", "12", "filled"]]
+
+
 def test_the_arena_shows_tokens_reservations_and_free_slots() -> None:
     arena = Arena(num_slots=24, max_model_len=7)
     starts = [arena.allocate(seq_id, num_prompt_tokens=2 + seq_id, num_output_tokens=1) for seq_id in range(3)]

@@ -44,7 +44,7 @@ class Memory:
         own = self.sharing
         return (
             f"{own.num_blocks_used} blocks in use · {own.num_blocks_without_sharing} without sharing · "
-            f"{own.num_blocks_saved} saved · {own.num_copies} copies made"
+            f"{own.num_blocks_saved} saved · {own.num_copies} {'copy' if own.num_copies == 1 else 'copies'} made"
         )
 
 

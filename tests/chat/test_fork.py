@@ -34,6 +34,8 @@ def test_each_fork_counts_its_own_copies(folder: Path) -> None:
     assert session.memory is not None
     assert session.memory.sharing_line == "5 blocks in use · 9 without sharing · 4 saved · 2 copies made"
     assert session.llm.stats()["copies"] == 4
+    list(session.fork(2))
+    assert session.memory.sharing_line == "4 blocks in use · 6 without sharing · 2 saved · 1 copy made"
 
 
 def test_the_picture_is_taken_while_all_continuations_live(folder: Path) -> None:

@@ -133,6 +133,10 @@ def test_watching_the_engine_leaves_it_as_it_was() -> None:
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
     assert llm.engine.before_release is None
+    llm.stream = lambda prompt, params: (1 // 0 for _ in "x")  # type: ignore[assignment]  # fails before it holds a slot
+    with pytest.raises(ZeroDivisionError):
+        list(session.respond("Hi"))
+    assert llm.engine.before_release is None
 
 
 def test_the_system_message_can_be_set_changed_and_removed_in_mid_conversation() -> None:
