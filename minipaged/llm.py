@@ -15,6 +15,7 @@ from minipaged.foundation.config import ModelConfig, token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.generate import EngineOptions
+from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model
@@ -106,7 +107,13 @@ class LLM:
         self.max_model_len = _check_limit(max_model_len, self.config)
         self.tokenizer = load_tokenizer(folder)
         tier = choose_tier(tier, self.device, self.dtype, self.config)
-        self.model = load_model(folder, dtype=self.dtype, device=self.device, tier=tier)
+        self.model = load_model(
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            tier=tier,
+            is_packed=can_pack(self.dtype, self.device),
+        )
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
         options = EngineOptions(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from minipaged.foundation.config import ModelConfig
 from minipaged.foundation.ops import rms_norm, rotary, silu_mul
+from minipaged.foundation.packing import packed_linear
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import Tier
 
@@ -26,14 +27,15 @@ returns each token's attention over all it may see, with the layer's window if `
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix product with an optional bias."""
+    """A matrix product with an optional bias. The weight may be packed: see `minipaged.foundation.packing`."""
 
     weight: Float[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None
 
     def __call__(self, x: Float[Tensor, "T in"]) -> Float[Tensor, "T out"]:
         """Return ``x @ weight.T + bias``."""
-        return F.linear(x, self.weight, self.bias)
+        product = packed_linear if self.weight.is_mkldnn else F.linear
+        return product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,9 @@ class DecoderModel:
         self.tier: Tier = tier
         self.embedding = weights["model.embed_tokens.weight"]
         self.final_norm = weights["model.norm.weight"]
-        self.output_matrix = self.embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        # A tied model has none of its own, unless the embedding was packed for this use too.
+        self.output_matrix = weights.get("lm_head.weight", self.embedding)
+        self.output = Linear(self.output_matrix, bias=None)
         self.layers = [_make_layer(weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self.dtype = self.embedding.dtype
         self.device = self.embedding.device
@@ -141,7 +145,7 @@ class DecoderModel:
             x = x[logits_at]  # [R, E]
             residual = residual[logits_at] if residual is not None else None
         x, _ = self._norm(x, self.final_norm, residual)
-        return F.linear(x, self.output_matrix)  # [R, V]
+        return self.output(x)  # [R, V]
 
     def rotary_angles(
         self, positions: Int[Tensor, " T"]

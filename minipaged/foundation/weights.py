@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
 from minipaged.foundation.model import DecoderModel, weight_shapes
+from minipaged.foundation.packing import pack
 from minipaged.shapes import Tensor
 from minipaged.tiers import Tier
 
@@ -94,9 +95,17 @@ def load_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def load_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tier: Tier = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tier: Tier = None,
+    is_packed: bool = False,
 ) -> DecoderModel:
     """Load a checkpoint.
+
+    Args:
+        is_packed: Lay the matrices out for this processor's instructions; see `minipaged.foundation.packing`.
 
     Invariants:
         The names loaded are the names `weight_shapes` expects, each once and of the expected shape.
@@ -117,9 +126,23 @@ def load_model(
     for path in sorted({files[name] for name in expected}):
         with _open(path) as shard:
             for name in (name for name in expected if files[name] == path):
-                weights[name] = _convert(name, shard.get_tensor(name), expected[name], dtype, torch.device(device))
+                tensor = _convert(name, shard.get_tensor(name), expected[name], dtype, torch.device(device))
+                weights[name] = pack(tensor) if is_packed else tensor
     assert weights.keys() == expected.keys()
+    if is_packed:
+        _unpack_embedding(weights, files, dtype)
     return DecoderModel(config, weights, tier)
+
+
+def _unpack_embedding(weights: dict[str, Tensor], files: dict[str, Path], dtype: torch.dtype) -> None:
+    """Give the embedding back its rows, which are looked up, and keep it packed where it is the output matrix too.
+
+    The rows are mapped from the file: only those of tokens that occur are ever read, so there are no two copies.
+    """
+    name = "model.embed_tokens.weight"
+    weights.setdefault("lm_head.weight", weights[name])
+    with _open(files[name]) as shard:
+        weights[name] = shard.get_tensor(name).to(dtype)
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:

@@ -19,10 +19,11 @@ def write_slots(
     slot_mapping: Int[Tensor, " T"],
 ) -> None:
     """See each pool as one row of slots and write the tokens whose slot is not -1."""
-    tokens = (slot_mapping != UNUSED_SLOT).nonzero().squeeze(1)
+    is_used = slot_mapping != UNUSED_SLOT
+    if not is_used.all():
+        slot_mapping, k, v = slot_mapping[is_used], k[is_used], v[is_used]
     for new, pool in ((k, k_pool), (v, v_pool)):
-        slots = pool.view(-1, *pool.shape[2:])  # [N * S, K, D]
-        slots.index_copy_(0, slot_mapping[tokens], new[tokens])
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, slot_mapping, new)  # [N * S, K, D]
 
 
 def paged_attention(
