@@ -10,6 +10,9 @@ import torch
 from minipaged.paged.block_table import num_blocks_for
 from minipaged.shapes import UNUSED_BLOCK, Float, Int, Tensor
 
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""How far two implementations of attention may lie apart on these cases, whose results are about 1."""
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -29,6 +32,7 @@ class AttentionCase:
 
 ATTENTION_CASES = (
     AttentionCase("one-token", (1,)),
+    AttentionCase("one-token-each", (1, 1, 1)),
     AttentionCase("block-edge", (15, 16, 17, 31, 32, 33)),
     AttentionCase("ragged", (1, 40, 7, 100)),
     AttentionCase("empty-row", (5, 0, 20)),
@@ -39,7 +43,9 @@ ATTENTION_CASES = (
     AttentionCase("block-of-32", (31, 32, 33), block_size=32),
     AttentionCase("block-of-128", (127, 129), block_size=128),
     AttentionCase("block-of-256", (255, 256, 257), block_size=256),
+    AttentionCase("window-1", (6, 1), window=1),
     AttentionCase("window-4", (1, 3, 4, 5, 7, 40), window=4),
+    AttentionCase("window-as-long", (7, 3), window=7),
     AttentionCase("window-across-blocks", (13, 14, 30), block_size=4, window=13),
     AttentionCase("window-longer-than-all", (5, 20), window=64),
     AttentionCase("no-grouping", (20, 3), num_heads=3, num_kv_heads=3),

@@ -90,5 +90,9 @@ def run_op(
     if tier == "triton" or (tier is None and device.type == "cuda" and triton_impl is not None):
         assert triton_impl is not None
         module, function = triton_impl.split(":")
-        return getattr(import_module(module), function)(*args, **kwargs)
+        try:
+            kernels = import_module(module)
+        except ImportError as error:
+            raise UserError(f"tier='triton' needs the package triton, which cannot be imported ({error})") from error
+        return getattr(kernels, function)(*args, **kwargs)
     return torch_impl(*args, **kwargs)

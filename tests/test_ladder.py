@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "qwen2-mixed-window": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
 }
 PROMPT_LENGTHS = (1, 3, 4, 5, 15, 16, 17, 40)
-NUM_OUTPUT_TOKENS = 20
+NUM_OUTPUT_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
 
 CELLS: Counter[str] = Counter()
@@ -84,6 +84,9 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 CACHE_SHAPES = [(1, 64), (4, 16), (5, 13), (16, 4), (64, 1)]
 """Block size and blocks: about 64 slots, so that eight sequences never fit at once."""
 
+SMALL = {"block_size": 4, "num_blocks": 64}
+"""A cache that holds all sequences of a test at once."""
+
 
 def llms(oracle: Oracle, rung: str, **options):
     """Yield the model on a rung, once for each shape of its cache."""
@@ -115,7 +118,7 @@ def test_the_readable_loops_give_the_same_tokens(oracle: Oracle, same_tokens, po
         return run
 
     with use(causal_attention=count("causal", causal_attention), paged_attention=count("paged", paged_attention)):
-        llm = LLM(oracle.folder, dtype="float32", device="cpu", block_size=4)
+        llm = LLM(oracle.folder, dtype="float32", device="cpu", **SMALL)
         results = llm.generate(oracle.prompts, GREEDY)
     same_tokens([result.token_ids for result in results], oracle.answers)
     assert min(calls.values()) > 0
@@ -134,9 +137,6 @@ def test_a_seeded_sample_does_not_depend_on_rung_or_company(oracle: Oracle, rung
         prompts.insert(place, oracle.prompts[3])
         each.insert(place, params)
         same_tokens([llm.generate(prompts, each)[place].token_ids], [expected])
-
-
-SMALL = {"block_size": 4, "num_blocks": 64}
 
 
 @pytest.mark.parametrize("rung", RUNGS[RUNGS.index("sharing") :])
@@ -220,7 +220,12 @@ def test_every_rung_and_tier_gives_the_tokens_of_transformers_on_a_gpu(
 
 def test_the_matrix_has_at_least_220_cells(request: pytest.FixtureRequest, record_property):
     """Count what ran, not what was meant to run."""
-    matrix = {item.nodeid for item in request.session.items if "same_tokens" in getattr(item, "fixturenames", ())}
+    matrix = {
+        item.nodeid
+        for item in request.session.items
+        if "same_tokens" in getattr(item, "fixturenames", ())
+        and not (torch.cuda.is_available() and item.get_closest_marker("skipif"))
+    }
     if matrix != CELLS.keys():
         pytest.skip("the tests of the matrix have not all run in this process, so their cells cannot be counted")
     assert min(CELLS.values()) > 0

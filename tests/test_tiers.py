@@ -47,3 +47,21 @@ def test_an_explicit_tier_never_falls_back():
     with pytest.raises(UserError, match="soup has no Triton kernel yet"):
         run_op("soup", "triton", torch.device("cpu"), lambda: "torch", None)
     assert run_op("soup", None, torch.device("cuda"), lambda: "torch", None) == "torch"
+
+
+def test_an_operation_on_a_machine_without_triton_refuses_the_tier_in_one_sentence(run_python):
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from minipaged import UserError\n"
+        "from minipaged.foundation.ops import silu_mul\n"
+        "x = torch.ones(2, 4)\n"
+        "assert silu_mul(x, x).shape == (2, 4)\n"
+        "try:\n"
+        "    silu_mul(x, x, tier='triton')\n"
+        "except UserError as error:\n"
+        "    print(error)\n"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tier='triton' needs the package triton, which cannot be imported")

@@ -5,71 +5,46 @@ from itertools import pairwise
 import pytest
 import torch
 
+from minipaged.cases import MAX_ERROR, AttentionCase
+from minipaged.cases_ops import PREFILL_CASES, make_prefill_inputs
 from minipaged.errors import UserError
 from minipaged.foundation import ops, reference
 from minipaged.tiers import use
 
-# name: (sequence lengths, query heads, KV heads, head size, window)
-ATTENTION_CASES: dict[str, tuple[list[int], int, int, int, int | None]] = {
-    "one-token": ([1], 4, 2, 16, None),
-    "several one-token": ([1, 1, 1], 4, 2, 16, None),
-    "one-sequence": ([33], 4, 4, 16, None),
-    "ragged": ([5, 1, 17, 2], 4, 2, 16, None),
-    "empty-sequence": ([3, 0, 4], 4, 2, 16, None),
-    "gqa 14/2": ([9, 4], 14, 2, 64, None),
-    "gqa 9/3": ([9, 4], 9, 3, 64, None),
-    "gqa 71/1": ([9, 4], 71, 1, 64, None),
-    "head 80": ([7, 3], 4, 2, 80, None),
-    "head 96": ([7, 3], 4, 2, 96, None),
-    "window 1": ([6, 2], 4, 2, 16, 1),
-    "window 4": ([7, 3, 1], 4, 2, 16, 4),
-    "window as long": ([7, 3], 4, 2, 16, 7),
-    "window longer": ([7, 3], 4, 2, 16, 100),
-    "long": ([200, 131], 4, 1, 32, None),
-    "long window": ([200, 131], 4, 1, 32, 50),
-}
-MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
-
-def attention_inputs(case: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[torch.Tensor, ...], int | None]:
-    lengths, num_heads, num_kv_heads, head_dim, window = ATTENTION_CASES[case]
-    generator = torch.Generator().manual_seed(len(case))
-    total = sum(lengths)
-    q = torch.randn(total, num_heads, head_dim, generator=generator).to(dtype)
-    k, v = (torch.randn(total, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in "kv")
-    starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return (q, k, v, starts), window
+def attention_inputs(name: str) -> tuple[torch.Tensor, ...]:
+    """Return the inputs of one case in fp32."""
+    return make_prefill_inputs(next(case for case in PREFILL_CASES if case.name == name), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
-@pytest.mark.parametrize("case", ATTENTION_CASES)
-def test_both_forms_of_causal_attention_agree(case: str, dtype: torch.dtype) -> None:
-    inputs, window = attention_inputs(case, dtype)
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_both_forms_of_causal_attention_agree(case: AttentionCase, dtype: torch.dtype) -> None:
+    inputs = make_prefill_inputs(case, dtype)
     copies = [x.clone() for x in inputs]
-    by_definition = reference.causal_attention(*inputs, window=window)
-    fused = ops.causal_attention(*inputs, window=window, tier="torch")
+    by_definition = reference.causal_attention(*inputs, window=case.window)
+    fused = ops.causal_attention(*inputs, window=case.window, tier="torch")
     assert fused.dtype == by_definition.dtype == dtype
     torch.testing.assert_close(fused, by_definition, rtol=0, atol=MAX_ERROR[dtype])
     assert all(torch.equal(x, copy) for x, copy in zip(inputs, copies, strict=True)), "an input was changed"
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES)
-def test_causal_attention_equals_its_formula_token_by_token(case: str) -> None:
-    (q, k, v, starts), window = attention_inputs(case)
-    out = reference.causal_attention(q, k, v, starts, scale=0.3, window=window)
-    group = q.shape[1] // k.shape[1]
-    start = 0
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_causal_attention_equals_its_formula_token_by_token(case: AttentionCase) -> None:
+    q, k, v, starts = make_prefill_inputs(case, torch.float32)
+    out = reference.causal_attention(q, k, v, starts, scale=0.3, window=case.window)
+    group = case.num_heads // case.num_kv_heads
     for row in range(0, q.shape[0], 3):
         start = max(int(s) for s in starts if s <= row)
-        first = start if window is None else max(start, row - window + 1)
-        for head in (0, q.shape[1] - 1):
+        first = start if case.window is None else max(start, row - case.window + 1)
+        for head in (0, case.num_heads - 1):
             scores = k[first : row + 1, head // group] @ q[row, head] * 0.3
             expected = scores.softmax(0) @ v[first : row + 1, head // group]
-            torch.testing.assert_close(out[row, head], expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(out[row, head], expected, rtol=0, atol=MAX_ERROR[torch.float32])
 
 
 def test_rows_are_bit_equal_alone_and_in_a_batch() -> None:
-    (q, k, v, starts), _ = attention_inputs("ragged")
+    q, k, v, starts = attention_inputs("ragged")
     together = reference.causal_attention(q, k, v, starts)
     for start, end in pairwise(starts.tolist()):
         alone = torch.tensor([0, end - start], dtype=torch.int32)
@@ -89,11 +64,13 @@ def test_a_window_of_4_over_7_tokens_shows_1_2_3_4_4_4_4_keys(form) -> None:
 
 
 def test_tiles_of_a_long_window_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, _ = attention_inputs("long window")
+    inputs = attention_inputs("window-across-tiles")
     monkeypatch.setattr(reference, "WINDOW_TILE", 16)
     for window in (1, 15, 16, 17, 50):
         fused = reference.causal_attention_sdpa(*inputs, window=window)
-        torch.testing.assert_close(fused, reference.causal_attention(*inputs, window=window), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            fused, reference.causal_attention(*inputs, window=window), rtol=0, atol=MAX_ERROR[torch.float32]
+        )
 
 
 def test_a_prompt_of_8192_tokens_needs_no_square_of_scores() -> None:
@@ -197,6 +174,7 @@ def test_a_readers_function_takes_the_place_of_each_operation() -> None:
     def spy(name: str):
         def record(*args, **kwargs):
             assert "tier" not in kwargs
+            assert name != "causal_attention" or kwargs["scale"] == 8**-0.5
             calls.append(name)
             return getattr(reference, name)(*args, **kwargs)
 

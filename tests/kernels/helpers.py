@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipaged.cases import AttentionCase
+from minipaged.cases import MAX_ERROR, AttentionCase
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -35,9 +35,9 @@ ALLOWED = {"empty", "empty_like", "new_empty", "set_", "view", "_unsafe_view", "
 def assert_agrees(out: torch.Tensor, reference: torch.Tensor, exact: torch.Tensor) -> None:
     """Hold a kernel's result to the exact one in fp64.
 
-    In fp32 the distance is at most 1e-5, relative for results above 1. In half precision it is at most twice that of
-    the reference, which rounds once at the end, where the kernel rounds its softmax weights too; and half a unit in
-    the last place of the largest result on top, for a reference that happened to round well.
+    In fp32 the distance is at most `MAX_ERROR`, relative for results above 1. In half precision it is at most twice
+    that of the reference, which rounds once at the end, where the kernel rounds its softmax weights too; and half a
+    unit in the last place of the largest result on top, for a reference that happened to round well.
     """
     assert out.dtype == reference.dtype and out.shape == reference.shape == exact.shape
     assert torch.isfinite(out).all()
@@ -46,7 +46,7 @@ def assert_agrees(out: torch.Tensor, reference: torch.Tensor, exact: torch.Tenso
     exact = exact.cpu()
     error, own_error = ((x.double().cpu() - exact).abs() for x in (out, reference))
     if out.dtype == torch.float32:
-        assert (error <= 1e-5 * exact.abs().clamp(min=1)).all(), error.max()
+        assert (error <= MAX_ERROR[torch.float32] * exact.abs().clamp(min=1)).all(), error.max()
     else:
         half_unit = torch.finfo(out.dtype).eps / 2 * exact.abs().max()
         assert error.max() <= 2 * own_error.max() + half_unit, (error.max(), own_error.max())

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from minipaged.cases import ATTENTION_CASES, AttentionCase, PagedInputs, make_paged_inputs
+from minipaged.cases import ATTENTION_CASES, MAX_ERROR, AttentionCase, PagedInputs, make_paged_inputs
 from minipaged.contiguous.ops import contiguous_attention
 from minipaged.paged import reference
 from minipaged.paged.ops import paged_attention, write_slots
-
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 def loop(inputs: PagedInputs, case: AttentionCase) -> torch.Tensor:
@@ -32,7 +30,9 @@ def repeat_kv_attention(inputs: PagedInputs, case: AttentionCase) -> torch.Tenso
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
 def test_loop_equals_attention_with_repeated_kv_heads(case: AttentionCase):
     inputs = make_paged_inputs(case)
-    torch.testing.assert_close(loop(inputs, case).double(), repeat_kv_attention(inputs, case), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        loop(inputs, case).double(), repeat_kv_attention(inputs, case), atol=MAX_ERROR[torch.float32], rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -41,7 +41,7 @@ def test_padded_form_equals_the_loop(case: AttentionCase, dtype: torch.dtype):
     inputs = make_paged_inputs(case, dtype)
     out = paged_attention(*inputs.args, window=case.window, tier="torch")
     assert out.dtype == dtype
-    torch.testing.assert_close(out, loop(inputs, case), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(out, loop(inputs, case), atol=MAX_ERROR[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
