@@ -2,19 +2,20 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minipaged.contiguous.arena import RESERVATIONS
+from minipaged.arguments import Prompt, as_batch, as_params, check_cache_options, check_limit, owned_params
 from minipaged.contiguous.generate import Engine as ContiguousEngine
+from minipaged.contiguous.generate import EngineOptions
 from minipaged.errors import UserError
-from minipaged.foundation.config import ModelConfig, token_ids_of
+from minipaged.foundation.config import token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import EngineOptions
+from minipaged.foundation.generate import EngineOptions as FoundationOptions
 from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
@@ -31,8 +32,6 @@ ENGINES = {engine.rung: engine for engine in (FoundationEngine, ContiguousEngine
 """The engine of every rung that exists, lowest first."""
 
 RUNGS = tuple(ENGINES)
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class LLM:
         tier: ``"torch"``, ``"triton"`` or None: Triton on a CUDA device, PyTorch elsewhere.
         block_size: Slots in a block, from 1.
         num_blocks: Blocks of the cache. ``num_blocks * block_size`` is its memory in slots on every rung that has a
-            cache. None takes 90 % of the free memory on a GPU and 1 GiB on a CPU.
+            cache. None takes 90 % of the free memory on a GPU, less room for one prefill, and 1 GiB on a CPU; never
+            more than 256 sequences of full length need.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or a torch.dtype. None is bfloat16 where the device
             computes in it natively; elsewhere float16 on a GPU and float32 on a CPU.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``; None is CUDA where there is one.
@@ -96,7 +96,7 @@ class LLM:
     ):
         self.rung = check_rung(rung)
         check_tier(tier)
-        _check_cache_options(self.rung, block_size, num_blocks, reservation)
+        check_cache_options(self.rung, block_size, num_blocks, reservation)
         if seed is not None:
             SamplingParams(seed=seed)  # the one place that knows a seed's range
         self.device = choose_device(device)
@@ -104,7 +104,7 @@ class LLM:
         with Progress(sys.stderr) as progress:
             folder = resolve_model(model, revision, progress)
         self.config, generation_config = load_config(folder)
-        self.max_model_len = _check_limit(max_model_len, self.config)
+        self.max_model_len = check_limit(max_model_len, self.config)
         self.tokenizer = load_tokenizer(folder)
         tier = choose_tier(tier, self.device, self.dtype, self.config)
         self.model = load_model(
@@ -116,16 +116,17 @@ class LLM:
         )
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
-        options = EngineOptions(
-            max_model_len=self.max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            reservation=reservation or "max",
-            generation_config=generation_config,
-            seed=seed,
+        options: dict[str, Any] = {
+            "max_model_len": self.max_model_len,
+            "generation_config": generation_config,
+            "seed": seed,
             **self._text_options(generation_config),
-        )
-        self.engine = ENGINES[self.rung](self.model, options)
+        }
+        if num_blocks is None:
+            self.engine = FoundationEngine(self.model, FoundationOptions(**options))
+        else:
+            options |= {"num_blocks": num_blocks, "block_size": block_size, "reservation": reservation or "max"}
+            self.engine = ENGINES[self.rung](self.model, EngineOptions(**options))
         self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
 
     def generate(
@@ -144,8 +145,8 @@ class LLM:
         Raises:
             UserError: A prompt cannot be served. Nothing has been generated then, and the engine works on.
         """
-        batch = _as_batch(prompts)
-        params = _as_params(sampling_params, len(batch))
+        batch = as_batch(prompts)
+        params = as_params(sampling_params, len(batch))
         for each in params:
             self._check_params(each)
         ids = [self._encode(prompt) for prompt in batch]
@@ -183,7 +184,7 @@ class LLM:
         Raises:
             UserError: The prompt cannot be served; raised when the first piece is asked for.
         """
-        params = _as_params(sampling_params, 1)[0]
+        params = as_params(sampling_params, 1)[0]
         self._check_params(params)
         request_id = self._submit(self._encode(prompt), params)
         try:
@@ -253,7 +254,7 @@ class LLM:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Refuse what only a higher rung can do."""
-        for name, value, owner in _owned_params(params):
+        for name, value, owner in owned_params(params):
             if RUNGS.index(owner) > RUNGS.index(self.rung):
                 raise UserError(f"rung {self.rung!r} does not know {name} ({value!r} was given); rung {owner!r} has it")
 
@@ -272,59 +273,3 @@ def check_rung(rung: str | None) -> str:
     if rung not in RUNGS:
         raise UserError(f"no rung is called {rung!r}; the rungs are {', '.join(RUNGS)}")
     return rung
-
-
-def _check_limit(max_model_len: int | None, config: ModelConfig) -> int:
-    if max_model_len is None:
-        return config.max_model_len
-    if type(max_model_len) is not int or not 2 <= max_model_len <= config.max_model_len:
-        raise UserError(
-            f"max_model_len must be 2 to {config.max_model_len}, the model's own limit, not {max_model_len}"
-        )
-    return max_model_len
-
-
-def _check_cache_options(rung: str, block_size: int, num_blocks: int | None, reservation: str | None) -> None:
-    if type(block_size) is not int or block_size < 1:
-        raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
-    if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
-        raise UserError(f"num_blocks must be a whole number from 1, not {num_blocks!r}")
-    if reservation is not None and rung != "contiguous":
-        raise UserError(f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it")
-    if reservation not in (None, *RESERVATIONS):
-        raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
-    if rung == "foundation":
-        for name, is_set in (("num_blocks", num_blocks is not None), ("block_size", block_size != 16)):
-            if is_set:
-                raise UserError(f"rung 'foundation' has no cache, so no {name}; rung 'contiguous' has it")
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for item in batch:
-        if not isinstance(item, str) and not hasattr(item, "__iter__"):
-            raise UserError(f"a prompt is a string or a list of token ids, not {item!r}")
-    return batch  # type: ignore[return-value]
-
-
-def _owned_params(params: SamplingParams) -> Iterator[tuple[str, Any, str]]:
-    """Yield the parameters that are set away from their default, with the rung that added each."""
-    for each in fields(params):
-        if getattr(params, each.name) != each.default:
-            home = next(
-                base for base in reversed(type(params).__mro__) if each.name in getattr(base, "__annotations__", {})
-            )
-            yield each.name, getattr(params, each.name), home.__module__.split(".")[1]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
-    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
-        raise UserError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
-    if len(each) != count:
-        raise UserError(f"{len(each)} sampling parameters were given for {count} prompts; give one for all or one each")
-    return list(each)

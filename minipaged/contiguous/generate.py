@@ -10,11 +10,27 @@ from minipaged.contiguous.arena import Arena
 from minipaged.contiguous.ops import contiguous_attention
 from minipaged.errors import UserError
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import EngineOptions
+from minipaged.foundation.generate import EngineOptions as FoundationOptions
 from minipaged.foundation.model import Attend, DecoderModel
 from minipaged.foundation.sampling_params import SamplingParams
 from minipaged.foundation.sequence import Sequence
 from minipaged.shapes import Float, Int, Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(FoundationOptions):
+    """Rung 0's options, and the size of the cache.
+
+    Args:
+        num_blocks: Blocks of the cache. ``num_blocks * block_size`` is its memory in slots, on this rung too, which
+            does not know blocks.
+        block_size: Slots in a block.
+        reservation: How much a sequence reserves where it needs one dense range; see `arena.RESERVATIONS`.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    reservation: str = "max"
 
 
 class Engine(FoundationEngine):
@@ -25,10 +41,10 @@ class Engine(FoundationEngine):
     """
 
     rung = "contiguous"
+    options: EngineOptions
 
     def __init__(self, model: DecoderModel, options: EngineOptions):
         super().__init__(model, options)
-        assert options.num_blocks is not None
         self.make_cache(options.num_blocks, options.block_size)
 
     # -- what rung 0 left open

@@ -35,10 +35,6 @@ class EngineOptions:
 
     Args:
         max_model_len: Most tokens of one sequence, prompt and output together.
-        block_size: Slots in a block. ``num_blocks * block_size`` is the cache's memory in slots on every rung
-            that has a cache, whether or not the rung knows blocks.
-        num_blocks: Blocks of the cache; None where the rung has no cache.
-        reservation: How much a sequence reserves where it needs one dense range.
         decode: Turns token ids into text, special tokens left out; None when the model has no tokenizer.
         byte_token_ids: Tokens that stand for a single byte; see `TextStream`.
         eos_token_ids: Every token that ends an answer.
@@ -47,9 +43,6 @@ class EngineOptions:
     """
 
     max_model_len: int
-    block_size: int = 16
-    num_blocks: int | None = None
-    reservation: str = "max"
     decode: Callable[[list[int]], str] | None = None
     byte_token_ids: frozenset[int] = frozenset()
     eos_token_ids: frozenset[int] = frozenset()

@@ -16,6 +16,6 @@ page, block table = page table, sequence = process.
 The price is one more look-up: attention walks the block table to find its keys and values.
 
 Modules: `block_pool` (which blocks are free), `block_table` (which blocks a sequence has), `cache` (both together
-for all sequences), `ops` and `reference` (writing slots, attention through block tables), `generate` (the engine).
+for all sequences), `ops`, `reference` and `kernels` (writing slots, attention through block tables), `generate`.
 Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, SOSP 2023.
 """

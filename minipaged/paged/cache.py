@@ -88,8 +88,11 @@ class PagedCache:
         for block_id in reversed(self.tables.pop(seq_id).block_ids):
             self.pool.free(block_id)
 
-    def waste(self) -> Waste:
-        """Count slots by kind: only the empty slots of last blocks are wasted, and they count as internal."""
+    def waste(self, output_lengths: dict[int, int] | None = None) -> Waste:
+        """Count slots by kind: only the empty slots of last blocks are wasted, and they count as internal.
+
+        Nothing is reserved ahead, so ``output_lengths`` changes nothing here.
+        """
         return Waste(
             token_states=sum(table.num_tokens for table in self.tables.values()),
             reserved=0,

@@ -15,7 +15,7 @@ again, so they are never copied: a fork costs at most one block copy, however lo
 
 What becomes possible: `n` samples and `best_of` over one prompt, and beam search, which forks at every step.
 
-Modules: `ref_pool` (counts), `cache` (fork and copy-on-write), `ops` and `reference` (copying blocks), `params`
+Modules: `ref_pool` (counts), `cache` (fork and copy-on-write), `ops`, `reference`, `kernels` (copying blocks), `params`
 (what a request may ask for), `beam` (which beams live on), `family` (the sequences of a request), `generate` (the
 engine).
 Source: Kwon et al., SOSP 2023, section 4.4; the idea is the copy-on-write of a process's fork.

@@ -178,7 +178,7 @@ class SharingCache(PagedCache):
             num_copies=self.num_copies,
         )
 
-    def waste(self) -> Waste:
+    def waste(self, output_lengths: dict[int, int] | None = None) -> Waste:
         """Count slots by kind; a shared block counts once."""
         last_blocks = {table.block_ids[-1]: table.num_empty_slots for table in self.tables.values() if table.block_ids}
         internal = sum(last_blocks.values())

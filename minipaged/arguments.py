@@ -1,0 +1,72 @@
+"""The arguments of `LLM` and its methods: which forms they may have, and what is refused before anything runs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from minipaged.contiguous.arena import RESERVATIONS
+from minipaged.errors import UserError
+from minipaged.foundation.config import ModelConfig
+from minipaged.sharing.params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def check_limit(max_model_len: int | None, config: ModelConfig) -> int:
+    """Return the limit of the engine, the model's own for None; refuse a higher one."""
+    if max_model_len is None:
+        return config.max_model_len
+    if type(max_model_len) is not int or not 2 <= max_model_len <= config.max_model_len:
+        raise UserError(
+            f"max_model_len must be 2 to {config.max_model_len}, the model's own limit, not {max_model_len}"
+        )
+    return max_model_len
+
+
+def check_cache_options(rung: str, block_size: int, num_blocks: int | None, reservation: str | None) -> None:
+    """Refuse options of the cache that are out of range or that the rung does not have."""
+    if type(block_size) is not int or block_size < 1:
+        raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
+    if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
+        raise UserError(f"num_blocks must be a whole number from 1, not {num_blocks!r}")
+    if reservation is not None and rung != "contiguous":
+        raise UserError(f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it")
+    if reservation not in (None, *RESERVATIONS):
+        raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
+    if rung == "foundation":
+        for name, is_set in (("num_blocks", num_blocks is not None), ("block_size", block_size != 16)):
+            if is_set:
+                raise UserError(f"rung 'foundation' has no cache, so no {name}; rung 'contiguous' has it")
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one or many prompts as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    batch = list(prompts)
+    if batch and all(isinstance(item, int) for item in batch):
+        return [batch]  # type: ignore[list-item]
+    for item in batch:
+        if not isinstance(item, str) and not hasattr(item, "__iter__"):
+            raise UserError(f"a prompt is a string or a list of token ids, not {item!r}")
+    return batch  # type: ignore[return-value]
+
+
+def owned_params(params: SamplingParams) -> Iterator[tuple[str, Any, str]]:
+    """Yield the parameters that are set away from their default, with the rung that added each."""
+    for each in fields(params):
+        if getattr(params, each.name) != each.default:
+            home = next(
+                base for base in reversed(type(params).__mro__) if each.name in getattr(base, "__annotations__", {})
+            )
+            yield each.name, getattr(params, each.name), home.__module__.split(".")[1]
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return parameters for each of ``count`` prompts, from none, from one for all, or from one each."""
+    each = [params or SamplingParams()] * count if params is None or isinstance(params, SamplingParams) else params
+    if not isinstance(each, Sequence) or not all(isinstance(one, SamplingParams) for one in each):
+        raise UserError(f"sampling_params must be SamplingParams or a list of them, not {params!r}")
+    if len(each) != count:
+        raise UserError(f"{len(each)} sampling parameters were given for {count} prompts; give one for all or one each")
+    return list(each)
