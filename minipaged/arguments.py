@@ -11,6 +11,9 @@ from minipaged.sharing.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
+MAX_SLOTS = 2**50
+"""More slots than any machine has memory for; beyond, numbers no longer fit where they must."""
+
 
 def check_limit(max_model_len: int | None, config: ModelConfig) -> int:
     """Return the limit of the engine, the model's own for None; refuse a higher one."""
@@ -29,6 +32,10 @@ def check_cache_options(rung: str, block_size: int, num_blocks: int | None, rese
         raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
     if num_blocks is not None and (type(num_blocks) is not int or num_blocks < 1):
         raise UserError(f"num_blocks must be a whole number from 1, not {num_blocks!r}")
+    if block_size * (num_blocks or 1) > MAX_SLOTS:
+        raise UserError(
+            f"block_size x num_blocks may be at most {MAX_SLOTS} slots, not {block_size * (num_blocks or 1)}"
+        )
     if reservation is not None and rung != "contiguous":
         raise UserError(f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it")
     if reservation not in (None, *RESERVATIONS):
@@ -43,13 +50,24 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one or many prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    batch = list(prompts)
-    if batch and all(isinstance(item, int) for item in batch):
-        return [batch]  # type: ignore[list-item]
-    for item in batch:
-        if not isinstance(item, str) and not hasattr(item, "__iter__"):
-            raise UserError(f"a prompt is a string or a list of token ids, not {item!r}")
-    return batch  # type: ignore[return-value]
+    if not isinstance(prompts, list | tuple):
+        raise UserError(f"prompts must be a string, a list of token ids, or a list of such, not {_shown(prompts)}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for item in prompts:
+        check_prompt_type(item)
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def check_prompt_type(prompt: object) -> None:
+    """Refuse what is neither text nor a list of token ids."""
+    if not isinstance(prompt, str | list | tuple):
+        raise UserError(f"a prompt is a string or a list of token ids, not {_shown(prompt)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def owned_params(params: SamplingParams) -> Iterator[tuple[str, Any, str]]:

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from minipaged.arguments import Prompt, as_batch, as_params, check_cache_options, check_limit, owned_params
+from minipaged.arguments import (
+    Prompt,
+    as_batch,
+    as_params,
+    check_cache_options,
+    check_limit,
+    check_prompt_type,
+    owned_params,
+)
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.contiguous.generate import EngineOptions
 from minipaged.errors import UserError
@@ -212,6 +220,8 @@ class LLM:
         """Return the token ids of a conversation, up to the place where the answer begins."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot chat; give prompts as token ids")
+        if not isinstance(messages, list | tuple):
+            raise UserError(f"messages must be a list of dicts with role and content, not {type(messages).__name__}")
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
     def stats(self) -> dict[str, int]:
@@ -259,6 +269,7 @@ class LLM:
                 raise UserError(f"rung {self.rung!r} does not know {name} ({value!r} was given); rung {owner!r} has it")
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        check_prompt_type(prompt)
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:

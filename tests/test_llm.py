@@ -198,7 +198,9 @@ def test_a_model_without_tokenizer_takes_ids_and_refuses_text(bare_folder: Path)
         ({"block_size": 0}, "block_size must be a whole number from 1, not 0"),
         ({"block_size": 2.5}, "block_size must be a whole number from 1"),
         ({"num_blocks": 0}, "num_blocks must be a whole number from 1, not 0"),
-        ({"num_blocks": 2**50}, "needs .* GiB"),
+        ({"num_blocks": 2**46}, "needs .* GiB"),
+        ({"num_blocks": 10**30}, "block_size x num_blocks may be at most 1125899906842624 slots"),
+        ({"block_size": 10**30}, "block_size x num_blocks may be at most"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported; use float32, bfloat16, float16"),
         ({"dtype": "float16"}, "float16 is not supported on the CPU; use float32 or bfloat16"),
         ({"device": "tpu"}, "device 'tpu' is not known"),
@@ -430,3 +432,33 @@ def test_a_readers_pool_takes_its_place_when_the_llm_is_made(folder: Path):
         llm = tiny(folder, "paged")
     llm.generate([[1] * 17], GREEDY)
     assert CountingPool.taken == 2
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {"a": 1}, {1, 2}, torch.tensor([1, 2]), [b"abc"], [None]])
+def test_prompts_of_another_type_are_refused(folder: Path, prompts):
+    llm = tiny(folder)
+    with pytest.raises(UserError, match="prompt"):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(UserError, match="messages must be a list of dicts"):
+        llm.chat(None)
+    with pytest.raises(UserError, match="0 sampling parameters were given for 1 prompts"):
+        next(llm.stream("a", []))
+    assert idle(llm) and not llm.engine.has_unfinished()
+
+
+def test_nan_in_the_middle_of_a_batch_leaks_nothing(folder: Path):
+    llm = tiny(folder, None)
+    forward = llm.model.forward
+
+    def with_nan(*args):
+        logits = forward(*args)
+        logits[-1] = float("nan")
+        return logits
+
+    llm.model.forward = with_nan
+    params = [SamplingParams(temperature=0, max_tokens=1), SamplingParams(beam_width=2, max_tokens=4)]
+    with pytest.raises(RuntimeError):
+        llm.generate([[1, 2], [3, 1]], params)
+    llm.model.forward = forward
+    assert idle(llm) and not llm.engine.has_unfinished()
+    assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 8

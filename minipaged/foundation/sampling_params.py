@@ -78,7 +78,7 @@ class SamplingParams:
         self._check_int("top_k", "-1 or 0 for no limit, or 1 and more", lambda value: value >= -1)
         self._check_number("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
         self._check_number("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
-        self._check_number("repetition_penalty", "above 0", lambda value: value > 0)
+        self._check_number("repetition_penalty", "above 0 and at most 1000", lambda value: 0 < value <= 1000)
         self._check_number("presence_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False)
         self._check_number("frequency_penalty", "between -2 and 2", lambda value: -2 <= value <= 2, optional=False)
         self._check_int("seed", "from 0 to 2**64 - 1", lambda value: 0 <= value < SEED_LIMIT)

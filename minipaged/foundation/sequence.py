@@ -105,7 +105,12 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.output_token_ids) >= self.max_output_tokens:
             self.finish_reason = "length"
-        return delta + self.text_stream.flush() if self.finish_reason else delta
+        if self.finish_reason is None:
+            return delta
+        delta += self.text_stream.flush()
+        if self.text_stream.stopped:  # a stop string can match in text that was held back
+            self.finish_reason = "stop"
+        return delta
 
     def result(self) -> Result:
         """Return the finished sample."""

@@ -169,6 +169,8 @@ class Engine(PagedEngine):
             return []
         family = self.families.pop(request_id)
         best = search.best(getattr(family.params, "n", 1))
+        if not best:
+            raise RuntimeError("beam search has nothing to go on with: every token is banned")
         return _whole_outputs(request_id, [self._beam_result(beams[0], i, beam) for i, beam in enumerate(best)])
 
     def _extend_beams(self, beams: list[Sequence], survivors: list[tuple[int, int]]) -> list[Sequence]:
