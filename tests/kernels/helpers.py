@@ -26,6 +26,7 @@ DTYPES = [
     pytest.param(torch.float16, id="fp16"),
     pytest.param(torch.bfloat16, id="bf16", marks=NEEDS_GPU),
 ]
+HALF_DTYPES = DTYPES[1:]
 
 REFERENCES = [f"minipaged.{rung}.reference" for rung in ("foundation", "contiguous", "paged", "sharing")]
 ALLOWED = {"empty", "empty_like", "new_empty", "set_", "view", "_unsafe_view", "detach", "alias", "select", "slice"}

@@ -11,6 +11,7 @@ from minipaged.paged.ops import paged_attention
 from tests.kernels.helpers import (
     DEVICE,
     DTYPES,
+    HALF_DTYPES,
     ON_DEVICE,
     assert_agrees,
     exact_attention,
@@ -63,11 +64,12 @@ def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, dtype
         assert not attend(dirty, case)[1].any(), "a row with no visible key gives zeros"
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("attend", [paged, contiguous])
-def test_a_decoding_sequence_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(attend):
+def test_a_decoding_sequence_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(attend, dtype: torch.dtype):
     lengths = (*(37 * i % 90 + 1 for i in range(63)), 1100)
     case = AttentionCase("batch-of-64", lengths, num_heads=2, num_kv_heads=1)
-    inputs = make_paged_inputs(case, torch.float16, DEVICE)
+    inputs = make_paged_inputs(case, dtype, DEVICE)
     together = attend(inputs, case)
     for row in (0, 31, 62, 63):
         assert torch.equal(attend(inputs.rows(row), case)[0], together[row])

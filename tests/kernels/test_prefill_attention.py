@@ -10,6 +10,7 @@ from minipaged.foundation.ops import causal_attention
 from tests.kernels.helpers import (
     DEVICE,
     DTYPES,
+    HALF_DTYPES,
     ON_DEVICE,
     assert_agrees,
     exact_attention,
@@ -52,11 +53,12 @@ def test_fp32_products_are_exact_and_not_rounded_to_tf32():
     assert (prefill(inputs).double().cpu() - exact(inputs, case)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("window", [None, 21])
-def test_a_prompt_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(window: int | None):
+def test_a_prompt_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(window: int | None, dtype: torch.dtype):
     lengths = (*(29 * i % 60 + 1 for i in range(63)), 150)
     case = AttentionCase("batch-of-64", lengths, num_heads=2, num_kv_heads=1)
-    q, k, v, starts = make_prefill_inputs(case, torch.float16, DEVICE)
+    q, k, v, starts = make_prefill_inputs(case, dtype, DEVICE)
     together = prefill((q, k, v, starts), window)
     for row in (0, 31, 62, 63):
         own = slice(int(starts[row]), int(starts[row + 1]))
