@@ -1,10 +1,9 @@
 """The command line of the benches."""
 
-import argparse
 import sys
 from importlib import import_module
-from typing import NoReturn
 
+from minipaged.cli import FAILURE, OneSentenceParser
 from minipaged.errors import UserError
 
 BENCHES = {
@@ -13,14 +12,6 @@ BENCHES = {
     "evidence": "the tests that need a GPU: which ran, on what, and how they ended",
 }
 """Name of each bench, which is its module's too, and what it measures."""
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """A parser whose complaints are one sentence, without the usage lines."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong and leave with code 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def list_benches() -> str:
@@ -41,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     name, *rest = arguments
     if name not in BENCHES:
         print(f"no bench is called {name!r}; there is {', '.join(BENCHES)}", file=sys.stderr)
-        return 2
+        return FAILURE
     bench = import_module(f"minipaged.bench.{name}")
     parser = OneSentenceParser(prog=f"minipaged.bench {name}", description=BENCHES[name])
     bench.add_arguments(parser)
@@ -49,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         bench.run(parser.parse_args(rest))
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+        return FAILURE
     return 0
 
 

@@ -8,6 +8,6 @@
 
 `session` holds the conversation and knows no terminal; `answers` has what is known of an answer afterwards. `loading`
 turns options into an `LLM`, beside the first prompt. `screen` shows answers and drawings, in colours or as plain
-text. `repl` reads lines and runs commands. Importing this package loads neither torch nor anything else that would
+text. `repl` reads lines and runs commands; `interrupts` is Ctrl-C until then. Importing this loads nothing that would
 hold up the first prompt.
 """

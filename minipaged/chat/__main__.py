@@ -8,22 +8,15 @@ Time to the first prompt, from the start of the process, with a converted model:
 import argparse
 import os
 import sys
-from typing import NoReturn
 
+from minipaged.chat.interrupts import INTERRUPTED, as_usual, leave_at_once
+from minipaged.cli import FAILURE, OneSentenceParser
 from minipaged.errors import UserError
 
-FAILURE, INTERRUPTED = 2, 130
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say in one sentence what is wrong, without the usage lines."""
-        self.exit(FAILURE, f"{self.prog}: {message}\n")
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> OneSentenceParser:
     """Return the parser of the chat's options."""
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="python -m minipaged.chat",
         description="Chat with a model over a paged KV cache. With --prompt, or text on standard input, answer once.",
         allow_abbrev=False,
@@ -51,7 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the chat and return the exit code: 0, 2 after an error (one sentence on stderr), 130 after Ctrl-C."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the chat
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     options = make_parser().parse_args(argv)
+    leave_at_once()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack an answer's characters
     try:
@@ -71,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: {one_sentence(error)}", file=sys.stderr)
         return FAILURE
+    finally:
+        as_usual()
 
 
 def _answer_once(options: argparse.Namespace) -> int:
@@ -83,6 +82,7 @@ def _answer_once(options: argparse.Namespace) -> int:
     if not text.strip():
         raise UserError("there is nothing to answer: the prompt is empty")
     session, screen = load_session(options), make_screen()
+    as_usual()
     if options.fork is None:
         screen.show_answer(session, text, options.show_blocks)
     else:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minipaged.chat.interrupts import cleaning_up
 from minipaged.progress import Progress
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
     from minipaged.llm import LLM, check_rung
 
     rung = check_rung(rung)
-    with Progress(sys.stderr) as progress:
+    with Progress(sys.stderr) as progress, cleaning_up():
         folder = resolve_model(options.model, options.revision, progress)
     num_blocks = options.num_blocks
     if num_blocks is None and rung != "foundation":
@@ -59,6 +60,11 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
         device=options.device,
         max_model_len=options.max_model_len,
     )
+
+
+def without_cache_options(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options for rung foundation, which refuses those of a cache."""
+    return argparse.Namespace(**{**vars(options), "num_blocks": None, "block_size": 16})
 
 
 def _num_blocks_for_one(options: argparse.Namespace, folder: Path, rung: str) -> int | None:
@@ -90,7 +96,7 @@ def is_at_hand(model: str) -> bool:
         return Path(model).expanduser().is_dir()
     from minipaged.foundation.default_model import ensure_default_model
 
-    with Progress(sys.stderr) as progress:
+    with Progress(sys.stderr) as progress, cleaning_up():
         ensure_default_model(progress)
     return True
 

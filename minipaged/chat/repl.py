@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minipaged.chat.loading import Loading, load_llm
+from minipaged.chat.interrupts import as_usual, cleaning_up
+from minipaged.chat.loading import Loading, load_llm, without_cache_options
 from minipaged.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ class Repl:
         from minipaged.llm import RUNGS
 
         if argument:
-            self.session.llm = load_llm(self.options, argument)
+            has_cache = argument != "foundation"
+            options = self.options if has_cache else without_cache_options(self.options)
+            self.session.llm = load_llm(options, argument)
             self.session.memory = None
         for number, rung in enumerate(RUNGS):
             title = (import_module(f"minipaged.{rung}").__doc__ or "").splitlines()[0]
@@ -155,8 +158,10 @@ def run(options: argparse.Namespace, loading: Loading, is_at_hand: bool) -> None
     """Chat until the user leaves. The first prompt does not wait for a model that needs no download."""
     read_line = _terminal_reader(loading) if is_at_hand else None
     if read_line is None:
-        loading.wait()
+        with cleaning_up():
+            loading.wait()
         read_line = _terminal_reader(loading) or _plain_reader
+    as_usual()
     print(f"minipaged chat with {options.model}. /help lists the commands, Ctrl-D leaves.")
     repl = None
     while True:

@@ -144,8 +144,10 @@ class ChatSession:
             text = "\n\n".join(parts) + "\n"
         try:
             path.expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"the conversation cannot be written to {path}: {error.strerror}") from error
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; ~ of a user that does not exist
+            name = str(path) if str(path).isprintable() else repr(str(path))
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"the conversation cannot be written to {name}: {reason}") from error
 
     def _with_message(self, text: str) -> list[Message]:
         return [*self.messages, {"role": "user", "content": _clean(text)}]
@@ -165,7 +167,7 @@ class ChatSession:
     def _answer(self, turns: list[Message], params: "SamplingParams") -> Iterator[list[str]]:
         """Answer a conversation that ends with a message; yield for every step a piece of each continuation."""
         prompt = self.llm.chat_prompt(turns)
-        room = self._room(len(prompt), params)
+        room = self._room(len(prompt), turns, params)
         wanted = params.max_tokens
         params = replace(params, max_tokens=room if wanted is None else min(room, wanted))
         self._is_stopping = False
@@ -177,16 +179,14 @@ class ChatSession:
             raise
         self._finish(turns, params, progresses, room)
 
-    def _room(self, num_prompt_tokens: int, params: "SamplingParams") -> int:
+    def _room(self, num_prompt_tokens: int, turns: list[Message], params: "SamplingParams") -> int:
         """Return how many tokens of answer fit behind the prompt, or refuse when there is none."""
         engine = self.llm.engine
         room = engine.max_output_tokens(num_prompt_tokens, params)
         if room < 1:
-            turns = len(self.messages) - (self.system is not None)
-            way_out = "/reset begins a new conversation" if turns else "send a shorter message"
             raise UserError(
                 f"the context is full: with this message the conversation has {num_prompt_tokens} tokens, and prompt "
-                f"and answer together may have {num_prompt_tokens + room}; {way_out}"
+                f"and answer together may have {num_prompt_tokens + room}; {self._way_out(turns, params)}"
             )
         alone = engine.max_output_tokens(num_prompt_tokens, replace(params, n=1))
         if room < 2 <= min(alone, params.max_tokens or alone):
@@ -196,6 +196,18 @@ class ChatSession:
                 f"each and for {alone} of one alone; ask for fewer, or start with more --num-blocks"
             )
         return room
+
+    def _way_out(self, turns: list[Message], params: "SamplingParams") -> str:
+        """Return what helps when a conversation does not fit: /reset does not if the system message is too long."""
+
+        def fits(messages: list[Message]) -> bool:
+            return self.llm.engine.max_output_tokens(len(self.llm.chat_prompt(messages)), params) >= 1
+
+        message = turns[-1]
+        if self.system is not None and fits([message]) and not fits([turns[0], message]):
+            return "the system message leaves no room, and /system none removes it"
+        has_history = len(self.messages) > (self.system is not None)
+        return "/reset begins a new conversation" if has_history else "send a shorter message"
 
     def _run(self, prompt: list[int], params: "SamplingParams", progresses: list[Progress]) -> Iterator[list[str]]:
         """Stream the answer and keep count; the engine has dropped the request when this ends, however it ends."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 
 from minipaged import UserError
 from minipaged.chat.__main__ import main, make_parser
 from minipaged.chat.loading import Loading
+from tests.chat.fake_llm import run
+from tests.chat.tiny_llm import load, make_session, plain_repl
 from tests.tiny_models import make_tiny_model
 
 
@@ -99,6 +103,99 @@ def test_a_piped_prompt_is_answered_once_in_plain_text(smollm2_folder: Path) -> 
     assert "8 tokens" in notes
     assert "pool: 512 blocks of 16 slots" in notes
     assert "\x1b" not in notes
+
+
+needs_a_posix_shell = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no POSIX shell")
+
+
+@needs_a_posix_shell
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_reason_not_to_answer(folder: Path, closed: str) -> None:
+    command = '"$0" -m minipaged.chat --model "$1" --device cpu --max-tokens 4 --temperature 0 --prompt Hi '
+    done = subprocess.run(
+        ["sh", "-c", command + closed, sys.executable, str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0
+    assert (done.stdout != "") == (closed == "2>&-")
+    assert "Traceback" not in done.stderr
+    assert ("tokens/s" in done.stderr) == (closed == ">&-")
+
+
+@needs_a_posix_shell
+def test_ctrl_c_during_the_imports_leaves_without_a_word(folder: Path) -> None:
+    # The interrupt comes while torch is looked for, in a callback like those of the import machinery: one out of
+    # which Python lets no exception, so that it prints that it ignores it.
+    code = (
+        "import os, runpy, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent started with "&" ignores Ctrl-C
+        "class Interrupt:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': Interrupt()\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "runpy.run_module('minipaged.chat', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, "--model", str(folder), "--device", "cpu", "--prompt", "Hi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_is_python_s_own_when_the_answer_begins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def show_answer(*_: object) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr("minipaged.chat.screen.PlainScreen.show_answer", show_answer)
+    assert main(["--model", str(folder), "--device", "cpu", "--prompt", "Hi"]) == 0
+    assert [*seen, signal.getsignal(signal.SIGINT)] == [signal.default_int_handler] * 2
+
+
+@pytest.fixture(scope="module")
+def broken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model that gives NaN to whoever writes a Z."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("broken"), with_tokenizer=True)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][ord("Z")] = float("nan")
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_logits_that_are_nan_end_in_one_sentence(broken_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()  # transformers' progress bar
+    assert main(["--model", str(broken_folder), "--device", "cpu", "--prompt", "Z"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: no token can be chosen")
+    assert shown.err.count("\n") == 1
+
+
+def test_logits_that_are_nan_do_not_end_the_conversation(broken_folder: Path) -> None:
+    repl, out = plain_repl(make_session(broken_folder, load(broken_folder), max_tokens=2))
+    run(repl, out, "Hi")
+    before = list(repl.session.messages)
+    text = run(repl, out, "Z")
+    assert text.startswith("no token can be chosen")
+    assert text.count("\n") == 1
+    assert repl.session.messages == before
+    assert repl.session.llm.stats()["free_blocks"] == 12
+    assert "2 tokens" in run(repl, out, "Go on")
+
+
+def test_the_rung_without_a_cache_takes_no_cache_options_and_the_next_gets_them_back(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(folder), "--device", "cpu", "--num-blocks", "12", "--block-size", "8"]
+    repl, out = plain_repl(make_session(folder))
+    repl.options = make_parser().parse_args(arguments)
+    assert "* 0 foundation" in run(repl, out, "/rung foundation")
+    assert "no cache" in run(repl, out, "Hi")
+    assert "* 2 paged" in run(repl, out, "/rung paged")
+    options = repl.session.llm.engine.options
+    assert (options.num_blocks, options.block_size) == (12, 8)  # type: ignore[attr-defined]
+    assert main([*arguments, "--rung", "foundation", "--prompt", "Hi"]) == 2
+    assert "has no cache, so no num_blocks" in capsys.readouterr().err
 
 
 class Terminal:

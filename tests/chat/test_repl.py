@@ -131,6 +131,28 @@ def test_save_says_what_it_cannot_do(argument: str) -> None:
     assert repl.run_line("/save" + argument)
 
 
+@pytest.mark.parametrize(("argument", "named"), [("a\0b.md", "'a\\x00b.md'"), ("~nouser/x", "~nouser/x")])
+def test_save_names_a_path_that_cannot_be_one(argument: str, named: str) -> None:
+    repl, out = make_repl()
+    text = run(repl, out, f"/save {argument}")
+    assert f"cannot be written to {named}: " in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("earlier", [[], ["Hi"]])
+def test_a_system_message_too_long_for_the_context_is_said_with_what_removes_it(earlier: list[str]) -> None:
+    repl, out = make_repl(FakeLLM(["Yes"], limit=13))
+    for line in earlier:
+        run(repl, out, line)
+    run(repl, out, "/system" + " x" * 20)
+    text = run(repl, out, "Hi")
+    assert "/system none" in text
+    assert "/reset" not in text
+    assert text.count("\n") == 1
+    run(repl, out, "/system none")
+    assert "Yes" in run(repl, out, "Hi")
+
+
 def test_a_failing_engine_does_not_end_the_chat() -> None:
     llm = FakeLLM()
     repl, out = make_repl(llm)
