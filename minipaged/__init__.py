@@ -28,7 +28,7 @@ _HOMES = {
     "use": "minipaged.llm",  # with it every part is known
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]
+__all__ = ["LLM", "Metrics", "Result", "SamplingParams", "UserError", "__version__", "use"]
 
 
 def __getattr__(name: str) -> Any:

@@ -124,6 +124,7 @@ class LLM:
         )
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
+        self.num_blocks, self.block_size = num_blocks, block_size
         options: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "generation_config": generation_config,

@@ -118,7 +118,7 @@ class ChatSession:
         limit, num_tokens = self.llm.max_model_len, self.last_params.max_tokens
         if self.answers[0].num_prompt_tokens + (num_tokens or 0) == limit:
             return f"The context of {limit} tokens is full; /reset begins a new conversation."
-        num_blocks = self.llm.engine.options.num_blocks
+        num_blocks = self.llm.num_blocks
         return f"The pool of {num_blocks} blocks has room for {num_tokens} tokens of each; --num-blocks can be more."
 
     def look(self) -> Memory | None:
@@ -192,7 +192,7 @@ class ChatSession:
         if room < 2 <= min(alone, params.max_tokens or alone):
             raise UserError(
                 f"the pool is too small for {params.n} continuations: behind {num_prompt_tokens} tokens, its "
-                f"{engine.options.num_blocks} blocks of {engine.options.block_size} slots have room for 1 token of "
+                f"{self.llm.num_blocks} blocks of {self.llm.block_size} slots have room for 1 token of "
                 f"each and for {alone} of one alone; ask for fewer, or start with more --num-blocks"
             )
         return room

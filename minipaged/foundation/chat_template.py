@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, ClassVar
 
 from minipaged.errors import UserError
+from minipaged.foundation.json_files import read_json
 
 _ROLE = re.compile(r"[\w.-]+")
 """Templates build control tokens out of roles, as in ``'<|' + role + '|>'``, so a role must not bring its own."""
@@ -99,21 +101,38 @@ def load_chat_template(folder: Path, settings: Mapping[str, Any], variables: Map
 
     They may stand in ``chat_template.jinja`` (and further named ones in ``additional_chat_templates/``), in
     an older ``chat_template.json``, or in the tokenizer's settings as one text or as a list of named ones.
+
+    Raises:
+        UserError: A file cannot be read, or holds something else where a template should be.
     """
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        sources = {entry["name"]: entry["template"] for entry in found}
-    else:
-        sources = dict(found) if isinstance(found, dict) else {"default": found} if found else {}
+    sources = _sources(settings.get("chat_template") or "", folder / "tokenizer_config.json")
     as_json = folder / "chat_template.json"
     if as_json.is_file():
-        sources["default"] = json.loads(as_json.read_text(encoding="utf-8"))["chat_template"]
+        sources |= _sources(read_json(as_json).get("chat_template"), as_json)
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     for name, path in files.items():
-        sources[name] = path.read_text(encoding="utf-8")
+        try:
+            sources[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read as UTF-8 text ({error})") from error
     return ChatTemplate(sources, variables) if sources else None
+
+
+def _sources(found: Any, path: Path) -> dict[str, str]:
+    """Return templates by name; they are written as one text, as a list of named ones, or as a dict."""
+    if isinstance(found, str):
+        return {"default": found} if found else {}
+    pairs: list[Any] = list(found.items()) if isinstance(found, dict) else [()]
+    if isinstance(found, list):
+        pairs = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else () for entry in found]
+    if not all(pair and isinstance(pair[0], str) and isinstance(pair[1], str) for pair in pairs):
+        raise UserError(
+            f"{path}: chat_template must be a text or a list of objects with a text name and a text template, "
+            f"not {shown(found)}"
+        )
+    return dict(pairs)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

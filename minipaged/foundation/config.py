@@ -6,6 +6,7 @@ class in transformers, which is what the authors of a checkpoint left it away fo
 """
 
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ FAMILIES = {
         },
     ),
 }
+_LIMITS = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 10_000,
+    "num_key_value_heads": 10_000,
+    "max_position_embeddings": 10**9,
+    "sliding_window": 10**9,
+}
+_LIMIT = 10**7
+"""The largest value of other counts. All are far beyond any model: a larger one is a slip, and would hang a start."""
+
 SUPPORTED = ", ".join(family.class_name for family in FAMILIES.values())
 
 
@@ -136,7 +147,7 @@ class ModelConfig:
         rope = RopeConfig.from_dict(config, max_model_len)
         if rope.type == "dynamic":  # beyond the trained length its angles would change while a sequence grows
             max_model_len = min(max_model_len, rope.original_max_len)
-        bias = {key: key in family.has_bias_keys and bool(values[key]) for key in ("attention_bias", "mlp_bias")}
+        bias = {key: key in family.has_bias_keys and _flag(values, key) for key in ("attention_bias", "mlp_bias")}
         return cls(
             architecture=family.class_name,
             num_layers=_count(values, "num_hidden_layers"),
@@ -146,8 +157,8 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(values, num_heads),
             vocab_size=_count(values, "vocab_size"),
-            rms_norm_eps=float(values["rms_norm_eps"]),
-            tie_word_embeddings=bool(values["tie_word_embeddings"]),
+            rms_norm_eps=_epsilon(values),
+            tie_word_embeddings=_flag(values, "tie_word_embeddings"),
             has_qkv_bias=family.has_qkv_bias or bias["attention_bias"],
             has_output_bias=bias["attention_bias"],
             has_mlp_bias=bias["mlp_bias"],
@@ -155,34 +166,55 @@ class ModelConfig:
             rope=rope,
             max_model_len=max_model_len,
             layer_windows=_layer_windows(model_type, values),
-            eos_token_ids=token_ids_of(values["eos_token_id"]),
+            eos_token_ids=token_ids_of(values["eos_token_id"], "config.json: eos_token_id"),
         )
 
 
 def _find_family(config: dict[str, Any]) -> tuple[str, Family]:
     """Return the family that ``model_type`` names, or that ``architectures`` names where the former is absent."""
     by_class = {family.class_name: model_type for model_type, family in FAMILIES.items()}
-    classes = config.get("architectures") or []
-    named = config.get("model_type") or next((by_class[name] for name in classes if name in by_class), None)
+    classes = config.get("architectures")
+    classes = [] if classes is None else classes
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise UserError(f"config.json: architectures must be a list of class names, not {shown(classes)}")
+    named = config.get("model_type")
+    if not isinstance(named, str | None):
+        raise UserError(f"config.json: model_type must be a text, not {shown(named)}")
+    named = named or next((by_class[name] for name in classes if name in by_class), None)
     refused = next((name for name in classes if name not in by_class), None)
-    if refused is not None or named not in FAMILIES:
+    if refused is not None or named is None or named not in FAMILIES:
         raise UserError(f"architecture {refused or named!r} is not supported; supported are {SUPPORTED}")
     return named, FAMILIES[named]
 
 
 def _refuse_other_arithmetic(values: dict[str, Any]) -> None:
-    if values.get("quantization_config") or values.get("compression_config"):
-        method = (values.get("quantization_config") or {}).get("quant_method", "unnamed")
+    settings = values.get("quantization_config") or values.get("compression_config")
+    if settings:
+        method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else shown(settings)
         raise UserError(f"checkpoints with quantized weights (here {method}) are not supported; use the original one")
     if values["hidden_act"] not in ("silu", "swish"):
-        raise UserError(f"activation {values['hidden_act']!r} is not supported; supported is silu")
+        raise UserError(f"activation {shown(values['hidden_act'])} is not supported; supported is silu")
 
 
-def _count(values: dict[str, Any], key: str) -> int:
-    value = values[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"config.json: {key} must be a whole number of at least 1, not {value!r}")
+def _count(values: dict[str, Any], key: str, least: int = 1) -> int:
+    value, most = values[key], _LIMITS.get(key, _LIMIT)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        allowed = f"a whole number of at least {least} and at most {most:,}"
+        raise UserError(f"config.json: {key} must be {allowed}, not {shown(value)}")
     return value
+
+
+def _flag(values: dict[str, Any], key: str) -> bool:
+    if not isinstance(values[key], bool | None):
+        raise UserError(f"config.json: {key} must be true or false, not {shown(values[key])}")
+    return bool(values[key])
+
+
+def _epsilon(values: dict[str, Any]) -> float:
+    value = values["rms_norm_eps"]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise UserError(f"config.json: rms_norm_eps must be a number from 0 to 1, not {shown(value)}")
+    return float(value)
 
 
 def _head_dim(values: dict[str, Any], num_heads: int) -> int:
@@ -201,16 +233,18 @@ def _layer_windows(model_type: str, values: dict[str, Any]) -> tuple[int | None,
     """Return each layer's window: Mistral's in all layers, Qwen's in the upper ones when switched on, Llama's none."""
     num_layers = _count(values, "num_hidden_layers")
     window = None
-    is_on = model_type == "mistral" or (model_type.startswith("qwen") and values["use_sliding_window"])
+    is_on = model_type == "mistral" or (model_type.startswith("qwen") and _flag(values, "use_sliding_window"))
     if is_on and values["sliding_window"] is not None:
         window = _count(values, "sliding_window")
-    first = values["max_window_layers"] if model_type.startswith("qwen") else 0
+    has_first = model_type.startswith("qwen") and window is not None
+    first = _count(values, "max_window_layers", least=0) if has_first else 0
     is_sliding = [window is not None and layer >= first for layer in range(num_layers)]
     types = values.get("layer_types")
     if types is None:
         return tuple(window if sliding else None for sliding in is_sliding)
     names = {"full_attention": False, "attention": False, "sliding_attention": True}
-    if len(types) != num_layers or any(name not in names for name in types):
+    is_list = isinstance(types, list | tuple) and all(isinstance(name, str) for name in types)
+    if not is_list or len(types) != num_layers or any(name not in names for name in types):
         raise UserError(f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers")
     listed = [names[name] for name in types]
     # Only Qwen reads the list; where another family's list says something else, its meaning is unclear.
@@ -219,8 +253,14 @@ def _layer_windows(model_type: str, values: dict[str, Any]) -> tuple[int | None,
     return tuple(window if sliding else None for sliding in listed)
 
 
-def token_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids_of(value: Any, field: str = "eos_token_id") -> tuple[int, ...]:
     """Return what a config says under ``eos_token_id`` and the like, no, one or several ids, as a tuple.
+
+    Args:
+        field: How a refusal names the value.
+
+    Raises:
+        UserError: It is something else.
 
     Example:
         >>> token_ids_of(None), token_ids_of(2), token_ids_of([7, 9])
@@ -228,4 +268,7 @@ def token_ids_of(value: int | list[int] | None) -> tuple[int, ...]:
     """
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0 for entry in ids):
+        raise UserError(f"{field} must be a token id of at least 0, a list of such ids, or null, not {shown(value)}")
+    return tuple(ids)

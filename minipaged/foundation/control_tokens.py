@@ -20,6 +20,8 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 from tokenizers.models import Unigram
 
+from minipaged.errors import UserError
+
 FIRST_STAND_IN, LAST_STAND_IN = 0xF0000, 0xFFFFD
 """A whole plane of characters for private use: one that a conversation does not hold can always be found."""
 
@@ -158,9 +160,19 @@ class StandIns:
         return bool(self._of)
 
     def of(self, text: str) -> str:
-        """Return the character that stands for ``text``, the same one each time."""
+        """Return the character that stands for ``text``, the same one each time.
+
+        Raises:
+            UserError: None is left.
+        """
         if text not in self._of:
-            self._of[text] = next(self._free)
+            free = next(self._free, None)
+            if free is None:
+                raise UserError(
+                    "the conversation spells a control token and holds every character from U+F0000 to U+FFFFD; "
+                    "leave at least one of them out"
+                )
+            self._of[text] = free
         return self._of[text]
 
     def restore(self, text: str) -> str:

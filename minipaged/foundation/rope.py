@@ -12,6 +12,7 @@ a longer one by slowing these turns down; the rope types differ only in which pa
 
 import math
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from minipaged.shapes import Float, Tensor
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 DEFAULT_THETA = 10_000.0
+LARGEST = 1e12
+"""Of any setting: far beyond every model's, and fp32 can still compute with it."""
 
 _KNOWN_KEYS = {
     *(
@@ -76,12 +79,12 @@ class RopeConfig:
             raise UserError("rope_parameters must be one flat table; settings per layer type are not supported")
         rope_type = place.get("rope_type") or place.get("type") or "default"
         if rope_type not in ROPE_TYPES:
-            raise UserError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+            raise UserError(f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
         if unknown := set(place) - _KNOWN_KEYS:
             raise UserError(f"the rope setting {min(unknown)!r} is not supported")
         for partial in (place.get("partial_rotary_factor"), config.get("partial_rotary_factor")):
             if partial not in (None, 1.0):
-                raise UserError(f"partial_rotary_factor {partial} is not supported; all of a head must rotate")
+                raise UserError(f"partial_rotary_factor {shown(partial)} is not supported; all of a head must rotate")
         theta = place.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
         settings: dict[str, Any] = {"theta": _number("rope_theta", theta, above=1.0)}
         if rope_type in ("linear", "llama3", "yarn", "dynamic"):
@@ -95,6 +98,8 @@ class RopeConfig:
         if rope_type == "llama3":
             settings |= _llama3_settings(place)
         if rope_type == "yarn":
+            if settings["theta"] == 1.0:  # all pairs turn alike, so there is no border between fast and slow ones
+                raise UserError("rope setting rope_theta must be more than 1 where the rope type is yarn")
             settings |= _yarn_settings(place, settings["factor"])
         return cls(type=rope_type, **settings)
 
@@ -159,22 +164,26 @@ def _yarn_settings(place: dict[str, Any], factor: float) -> dict[str, Any]:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
 
-    weights = place.get("mscale"), place.get("mscale_all_dim")
+    weights = [_number(key, place[key], above=0) if place.get(key) else None for key in ("mscale", "mscale_all_dim")]
     attention_factor = place.get("attention_factor")
     if attention_factor is None:
         attention_factor = mscale(weights[0]) / mscale(weights[1]) if weights[0] and weights[1] else mscale(1.0)
+    truncate = place.get("truncate", True)
+    if not isinstance(truncate, bool | None):
+        raise UserError(f"rope setting truncate must be true or false, not {shown(truncate)}")
     return {
         "attention_factor": _number("attention_factor", attention_factor, above=0),
-        "beta_fast": _number("beta_fast", place.get("beta_fast") or 32, above=0),
-        "beta_slow": _number("beta_slow", place.get("beta_slow") or 1, above=0),
-        "truncate": bool(place.get("truncate", True)),
+        "beta_fast": _number("beta_fast", place.get("beta_fast") or 32, above=0.001),
+        "beta_slow": _number("beta_slow", place.get("beta_slow") or 1, above=0.001),
+        "truncate": bool(truncate),
     }
 
 
 def _number(key: str, value: Any, above: float) -> float:
     """Return ``value`` as a float, or say that the setting is missing or out of range."""
     # A stretch of exactly 1 is allowed: it changes nothing.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < above or value <= 0:
-        raise UserError(f"rope setting {key} must be a number of at least {above}, not {value!r}")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not above <= value <= LARGEST or value <= 0:
+        least = f"at least {above}" if above else "more than 0"
+        raise UserError(f"rope setting {key} must be a number of {least} and at most {LARGEST:g}, not {shown(value)}")
     return float(value)

@@ -4,10 +4,10 @@ A thin layer over the `tokenizers` library, which reads ``tokenizer.json`` in so
 tokenizer classes of transformers take seconds to import. Neither torch nor transformers is imported here.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import tokenizers
@@ -15,9 +15,11 @@ import tokenizers
 from minipaged.errors import UserError
 from minipaged.foundation.chat_template import ChatTemplate, load_chat_template, plain_messages
 from minipaged.foundation.control_tokens import ControlTokens, StandIns
+from minipaged.foundation.json_files import naming, read_json
 
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "special")
 
 
 def load_tokenizer(folder: Path | str) -> "Tokenizer | None":
@@ -29,7 +31,8 @@ def load_tokenizer(folder: Path | str) -> "Tokenizer | None":
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_OTHER_TOKENIZER_FILES)):
         return None
-    return Tokenizer.from_folder(folder)
+    with naming(folder / "tokenizer_config.json"):
+        return Tokenizer.from_folder(folder)
 
 
 class Tokenizer:
@@ -178,13 +181,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{file} is not valid JSON: {error}") from error
-        settings |= {key: value for key, value in content.items() if value is not None}
+        if file.is_file():
+            settings |= {key: value for key, value in read_json(file).items() if value is not None}
     return settings
 
 
@@ -204,8 +202,7 @@ def _apply_settings(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], 
     backend.no_truncation()
     backend.no_padding()
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    listed = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
-    missing = [_added_token(entry) for _, entry in listed if entry["content"] not in known]
+    missing = [_added_token(entry) for entry in _listed_tokens(settings) if entry["content"] not in known]
     known |= {token.content for token in missing}
     # A named token that is not in the vocabulary would get an id that the model has no embedding for.
     missing += [
@@ -217,6 +214,28 @@ def _apply_settings(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], 
         backend.add_tokens(missing)
 
 
+def _listed_tokens(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of ``added_tokens_decoder`` by rising id."""
+    listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise UserError(f"tokenizer_config.json: added_tokens_decoder must be an object, not {shown(listed)}")
+    for token_id, entry in listed.items():
+        if not str(token_id).isdecimal():
+            raise UserError(f"tokenizer_config.json: added_tokens_decoder must have ids as keys, not {shown(token_id)}")
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise UserError(
+                f"tokenizer_config.json: added_tokens_decoder[{token_id}] must be an object with a text content, "
+                f"not {shown(entry)}"
+            )
+        flags = {name: entry[name] for name in ("normalized", *_FLAGS) if name in entry}
+        if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
+            raise UserError(
+                f"tokenizer_config.json: added_tokens_decoder[{token_id}].{wrong[0]} must be true or false, "
+                f"not {shown(flags[wrong[0]])}"
+            )
+    return [listed[token_id] for token_id in sorted(listed, key=int)]
+
+
 def _added_token(entry: Mapping[str, Any]) -> tokenizers.AddedToken:
-    flags = {name: entry.get(name, False) for name in ("lstrip", "rstrip", "single_word", "special")}
+    flags = {name: entry.get(name, False) for name in _FLAGS}
     return tokenizers.AddedToken(entry["content"], normalized=entry.get("normalized", False), **flags)

@@ -4,19 +4,20 @@ Only ``safetensors`` files are read: a pickle can run any code, and a hub reposi
 that could be wrong with a checkpoint is found here, before the first token, and named.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from minipaged.errors import UserError
-from minipaged.foundation.config import ModelConfig
+from minipaged.foundation.config import ModelConfig, token_ids_of
+from minipaged.foundation.json_files import naming, read_json
 from minipaged.foundation.model import DecoderModel, weight_shapes
 from minipaged.foundation.packing import pack
 from minipaged.shapes import Tensor
@@ -44,9 +45,15 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, sho
     Raises:
         UserError: There is no such folder or repository, or it cannot be reached.
     """
-    name = os.fspath(name)
-    folder = Path(name).expanduser()
-    is_hub_id = name != DEFAULT_MODEL and not folder.exists()
+    name = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(f"model must be {DEFAULT_MODEL!r}, a folder, or a Hugging Face hub id, not {shown(name)}")
+    try:
+        folder = Path(name).expanduser()
+        is_hub_id = name != DEFAULT_MODEL and not folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, or ~ of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"the model folder {shown(name)} cannot be looked up ({reason})") from error
     if revision is not None and not is_hub_id:
         raise UserError(f"revision {revision!r} applies to models of the Hugging Face hub, and {name!r} is local")
     if name == DEFAULT_MODEL:
@@ -88,10 +95,13 @@ def load_config(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     Raises:
         UserError: ``config.json`` is missing, one of the two is no JSON object, or the config is not supported.
     """
-    config = _read_json(folder / "config.json")
+    content = read_json(folder / "config.json")
+    with naming(folder / "config.json"):
+        config = ModelConfig.from_dict(content)
     generation_path = folder / "generation_config.json"
-    generation_config = _read_json(generation_path) if generation_path.exists() else {}
-    return ModelConfig.from_dict(config), generation_config
+    generation_config = read_json(generation_path) if generation_path.exists() else {}
+    token_ids_of(generation_config.get("eos_token_id"), f"{generation_path.name}: eos_token_id")
+    return config, generation_config
 
 
 def load_model(
@@ -158,7 +168,11 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE_FILE).exists():
         shards = [SINGLE_FILE]
     elif (folder / INDEX_FILE).exists():
-        index_names = _read_json(folder / INDEX_FILE).get("weight_map", {})
+        index_names = read_json(folder / INDEX_FILE).get("weight_map", {})
+        if not isinstance(index_names, dict):
+            raise UserError(f"{INDEX_FILE}: weight_map must be an object, not {shown(index_names)}")
+        for shard in index_names.values():
+            _shard_path(folder, shard)
         shards = sorted(set(index_names.values()))
     else:
         raise UserError(_no_weights(folder))
@@ -183,10 +197,10 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}"
 
 
-def _shard_path(folder: Path, shard: str) -> Path:
+def _shard_path(folder: Path, shard: Any) -> Path:
     if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-        raise UserError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file of the same folder")
-    if not (folder / shard).is_file():
+        raise UserError(f"{INDEX_FILE} names {shown(shard)}, which is not a safetensors file of the same folder")
+    if not (folder / shard).exists():
         raise UserError(f"{shard}, named by {INDEX_FILE}, is missing from {folder}; download it again")
     return folder / shard
 
@@ -194,11 +208,21 @@ def _shard_path(folder: Path, shard: str) -> Path:
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     """Map a safetensors file, and name it in any complaint about its content."""
+    if path.is_dir():
+        raise UserError(f"{path} must be a file, and is a folder; {_remedy(path.parent)}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path.name} is damaged or cut short ({error}); download it again") from error
+        raise UserError(f"{path} is damaged or cut short ({error}); {_remedy(path.parent)}") from error
+
+
+def _remedy(folder: Path) -> str:
+    from minipaged.foundation.default_model import FOLDER_NAME, cache_folder
+
+    if folder == cache_folder() / FOLDER_NAME:
+        return f"delete the folder {folder}, and the next start makes the default model again"
+    return "download it again"
 
 
 def _check_names(expected: dict[str, tuple[int, ...]], files: dict[str, Path], is_tied: bool) -> None:
@@ -219,15 +243,3 @@ def _convert(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dty
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise UserError(f"tensor {name} is {tensor.dtype}; only float32, bfloat16 and float16 weights are supported")
     return tensor.to(device=device, dtype=dtype)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}, so it is no model folder") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return content

@@ -231,7 +231,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "9 must be a multiple",
     ),
     "a count in words": ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number"),
-    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1, not 0"),
+    "no layers": (
+        {"num_hidden_layers": 0},
+        "num_hidden_layers must be a whole number of at least 1 and at most 10,000, not 0",
+    ),
     "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "partial rotary in the table": (
         {"rope_parameters": {"partial_rotary_factor": 0.25}},
@@ -249,7 +252,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "rope per layer type": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "one flat table"),
     "no factor": (
         {"rope_parameters": {"rope_type": "linear"}},
-        "factor must be a number of at least 1.0, not None",
+        "factor must be a number of at least 1.0 and at most .*, not None",
     ),
     "a factor in words": ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor must be a number"),
     "llama3 half told": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
