@@ -1,7 +1,7 @@
 """The letters that name tensor axes in the whole project.
 
 Signatures write a shape as a string of these letters, for example ``Float[Tensor, "N S K D"]`` for a block pool;
-comments write it as ``# [N, S, K, D]``. The same letters stand in kernels, figures and error messages.
+comments write it as ``# [N, S, K, D]``. Kernels spell the constants out: ``SLOTS``, ``NUM_KV_HEADS``, ``HEAD_DIM``.
 
 ======  =============================================  ======  =============================================
 letter  meaning                                        letter  meaning
@@ -13,6 +13,8 @@ H       query heads                                    E       width of the mode
 K       KV heads                                       F       width of the MLP (intermediate size)
 G       query heads per KV head, H // K                V       vocabulary
 D       size of one head                               R       rows whose logits are wanted
+W       living beams of one request                    P       pairs of blocks, (from, to)
+C       tokens that may still be chosen
 ======  =============================================  ======  =============================================
 
 jaxtyping reads a one-letter axis only with a leading space, so a vector over sequences is ``Int[Tensor, " B"]``.
