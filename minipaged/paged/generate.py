@@ -1,5 +1,7 @@
 """Rung 2's engine: rung 1's, with blocks in the place of rows."""
 
+import torch
+
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.contiguous.generate import allocate_kv
 from minipaged.foundation.generate import Engine as FoundationEngine
@@ -57,8 +59,8 @@ class Engine(ContiguousEngine):
         tables = [self.cache.tables[seq.seq_id] for seq in batch]
         width = max(len(table.block_ids) for table in tables)
         padded = [table.block_ids + [UNUSED_BLOCK] * (width - len(table.block_ids)) for table in tables]
-        block_tables = self.tensor(padded).int()  # [B, M]
-        seq_lens = self.tensor([table.num_tokens for table in tables]).int()
+        block_tables = self.tensor(padded, torch.int32)  # [B, M]
+        seq_lens = self.tensor([table.num_tokens for table in tables], torch.int32)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.write(layer, k, v, slots)

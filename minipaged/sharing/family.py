@@ -38,7 +38,7 @@ class Family:
     @property
     def holds_back(self) -> bool:
         """Return whether samples wait until all have ended, since nobody knows before which will be returned."""
-        return self.search is None and num_sequences(self.params) > getattr(self.params, "n", 1)
+        return self.search is None and num_sequences(self.params) > num_returned(self.params)
 
     def best(self, aborted: Iterable[Result] = ()) -> list[Result]:
         """Return the n samples with the best mean log-probability, best first, counted anew from 0.
@@ -57,6 +57,11 @@ class Family:
 def num_sequences(params: FoundationParams) -> int:
     """Return how many sequences a request runs at once; rung 0's parameters ask for one."""
     return params.num_sequences if isinstance(params, SamplingParams) else 1
+
+
+def num_returned(params: FoundationParams) -> int:
+    """Return how many of a request's sequences are returned."""
+    return params.n if isinstance(params, SamplingParams) else 1
 
 
 def _mean_logprob(result: Result) -> float:

@@ -14,7 +14,7 @@ from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.shapes import Float, Int, Tensor
 from minipaged.sharing.beam import Beam
 from minipaged.sharing.cache import SharingCache
-from minipaged.sharing.family import Family, num_sequences
+from minipaged.sharing.family import Family, num_returned, num_sequences
 from minipaged.sharing.ops import copy_blocks
 
 
@@ -71,7 +71,7 @@ class Engine(PagedEngine):
         for rank, seq in enumerate(self._members(request_id)):  # in the order of their sums
             seq.index = rank
             seq.text_stream.push(seq.output_token_ids)
-        return super().abort(request_id)[: getattr(family.params, "n", 1)]
+        return super().abort(request_id)[: num_returned(family.params)]
 
     def stats(self) -> dict[str, int]:
         """Return the counters of the pool, and the copies made."""
@@ -168,7 +168,7 @@ class Engine(PagedEngine):
             self.running += self._extend_beams(beams, survivors)
             return []
         family = self.families.pop(request_id)
-        best = search.best(getattr(family.params, "n", 1))
+        best = search.best(num_returned(family.params))
         if not best:
             raise RuntimeError("beam search has nothing to go on with: every token is banned")
         return _whole_outputs(request_id, [self._beam_result(beams[0], i, beam) for i, beam in enumerate(best)])
