@@ -4,10 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
+from minipaged.batching.generate import CACHES
+from minipaged.batching.params import SamplingParams
+from minipaged.batching.preemption import Preemption
+from minipaged.batching.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
 from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
-from minipaged.sharing.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
@@ -26,7 +29,24 @@ def check_limit(max_model_len: int | None, config: ModelConfig) -> int:
     return max_model_len
 
 
-def check_cache_options(rung: str, block_size: int, num_blocks: int | None, reservation: str | None) -> None:
+def check_scheduler_options(rung: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the scheduler's options that are set; refuse them on a rung without one, and those out of range."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if rung != "batching":
+            raise UserError(f"rung {rung!r} does not know {name} ({value!r} was given); rung 'batching' has it")
+    if given.get("cache", "paged") not in CACHES:
+        raise UserError(f"cache must be one of {', '.join(CACHES)}, not {given['cache']!r}")
+    if "preemption" in given:
+        Preemption(given["preemption"])  # the one place that knows the policies
+    if rung == "batching":
+        check_limits(given.get("max_num_seqs"), given.get("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
+    return given
+
+
+def check_cache_options(
+    rung: str, block_size: int, num_blocks: int | None, reservation: str | None, cache: str | None = None
+) -> None:
     """Refuse options of the cache that are out of range or that the rung does not have."""
     if type(block_size) is not int or block_size < 1:
         raise UserError(f"block_size must be a whole number from 1, not {block_size!r}")
@@ -36,8 +56,11 @@ def check_cache_options(rung: str, block_size: int, num_blocks: int | None, rese
         raise UserError(
             f"block_size x num_blocks may be at most {MAX_SLOTS} slots, not {block_size * (num_blocks or 1)}"
         )
-    if reservation is not None and rung != "contiguous":
-        raise UserError(f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it")
+    if reservation is not None and rung != "contiguous" and cache != "contiguous":
+        raise UserError(
+            f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it, and rung 'batching' with "
+            "cache='contiguous'"
+        )
     if reservation not in (None, *RESERVATIONS):
         raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
     if rung == "foundation":

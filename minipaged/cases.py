@@ -85,7 +85,9 @@ class PagedInputs:
         block_size = self.k_pool.shape[1]
         length = max(1, self.block_tables.shape[1] * block_size)
         rows = [
-            torch.full((len(self.q), length, *pool.shape[2:]), float("nan"), dtype=pool.dtype, device=pool.device)
+            torch.full(
+                (len(self.seq_lens), length, *pool.shape[2:]), float("nan"), dtype=pool.dtype, device=pool.device
+            )
             for pool in (self.k_pool, self.v_pool)
         ]
         for b, seq_len in enumerate(self.seq_lens.tolist()):

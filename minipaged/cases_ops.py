@@ -147,6 +147,11 @@ class CopyCase:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def block_ids(self) -> list[int]:
+        """Return each block of the pairs once: those to move for ``gather_blocks`` and ``scatter_blocks``."""
+        return list(dict.fromkeys(block_id for pair in self.pairs for block_id in pair))
+
     def make(self, dtype: torch.dtype, device: Device = "cpu") -> tuple[Tensor, Int[Tensor, "P 2"]]:
         """Return the arguments of ``copy_blocks``."""
         planes = () if self.num_layers is None else (self.num_layers, 2)

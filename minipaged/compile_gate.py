@@ -3,7 +3,7 @@
     python -m minipaged.compile_gate            all shapes, fp16, bf16 and fp32, three GPU generations
     python -m minipaged.compile_gate --quick    one shape of each kernel in bf16
 
-The launchers run on tensors without memory, and their launches are caught and compiled instead: what is checked
+The operations run on tensors without memory, and their launches are caught and compiled instead: what is checked
 is what would run, tile sizes and all. A compiled kernel must not spill registers to memory, must fit into the
 shared memory of its GPU, and must use matrix instructions where it multiplies matrices. In fp32, which exists to
 check the rest, it only has to compile and fit. No function of a kernel module may be left out.
@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from textwrap import dedent
@@ -47,13 +48,23 @@ ARGUMENTS: dict[str, list[Shape | float]] = {
     "foundation.rms_norm": ["T E", "E", 1e-6],
     "foundation.rotary": ["T H D", "T K D", ("T D/2", torch.float32), ("T D/2", torch.float32)],
     "foundation.silu_mul": ["T F", "T F"],
-    "foundation.causal_attention": ["T H D", "T K D", "T K D", ("B", torch.int32)],
+    "foundation.causal_attention": ["T H D", "T K D", "T K D", ("B+1", torch.int32)],
     "contiguous.contiguous_attention": ["B H D", "B L K D", "B L K D", ("B", torch.int32)],
     "paged.write_slots": ["T K D", "T K D", "N S K D", "N S K D", ("T", torch.int64)],
     "paged.paged_attention": ["B H D", "N S K D", "N S K D", ("B M", torch.int32), ("B", torch.int32)],
     "sharing.copy_blocks": ["N S K D", ("N 2", torch.int64)],
+    "batching.ragged_paged_attention": [
+        *("T H D", "N S K D", "N S K D"),
+        *[(axes, torch.int32) for axes in ("B M", "B+1", "B")],
+    ],
+    "batching.merge_states": ["T H D", ("T H", torch.float32), "T H D", ("T H", torch.float32)],
+    "batching.gather_blocks": ["N S K D", ("P", torch.int64), "P S K D"],
+    "batching.scatter_blocks": ["N S K D", ("P", torch.int64), "P S K D"],
 }
-"""The positional arguments of every launcher, as ``rung.operation``."""
+"""The positional arguments of every operation, as ``rung.operation``."""
+
+LONG_TABLE = 512
+"""Width of block tables that hold more than one split: decode may then take one program for each."""
 
 HEADS = [
     (32, 8, 128),
@@ -71,7 +82,7 @@ HEADS = [
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a launcher: sizes by letter, and keyword arguments."""
+    """One call of an operation: sizes by letter, and keyword arguments."""
 
     op: str
     sizes: dict[str, int]
@@ -82,11 +93,11 @@ class Case:
         return f"{self.op}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     def call(self, dtype: torch.dtype) -> None:
-        """Call the launcher on tensors without memory."""
-        rung, op = self.op.split(".")
-        launcher = getattr(importlib.import_module(f"minipaged.{rung}.kernels"), op)
+        """Call the operation on tensors without memory."""
+        rung, name = self.op.split(".")
+        op = getattr(importlib.import_module(f"minipaged.{rung}.ops"), name)
         arguments = [self.make(spec, dtype) for spec in ARGUMENTS[self.op]]
-        launcher(*arguments, **{name: self.make(value, dtype) for name, value in self.options.items()})
+        op(*arguments, **{name: self.make(value, dtype) for name, value in self.options.items()}, tier="triton")
 
     def make(self, spec: Any, dtype: torch.dtype) -> Any:
         """Return an empty tensor for a shape, and anything else as it is."""
@@ -94,24 +105,28 @@ class Case:
             spec = (spec, dtype)
         if not isinstance(spec, tuple):
             return spec
-        sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "2": 2, **self.sizes}
-        sizes["D/2"] = sizes.get("D", 0) // 2
+        sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "P": 3, "2": 2, **self.sizes}
+        sizes |= {"D/2": sizes.get("D", 0) // 2, "B+1": sizes["B"] + 1}
         return torch.empty([sizes[axis] for axis in spec[0].split()], dtype=spec[1], device="cuda")
 
 
 def all_cases() -> list[Case]:
-    """Return the calls to compile, for each launcher the commonest shape first."""
+    """Return the calls to compile, for each operation the commonest shape first."""
     attention = [op for op in ARGUMENTS if op.endswith("attention")]
     cases = [Case("foundation.rms_norm", {"E": width}, {"residual": "T E"}) for width in (2048, 8192)]
     cases += [Case("foundation.rms_norm", {"E": width}) for width in (64, 2048)]
     cases += [Case("foundation.silu_mul", {"F": width}) for width in (8192, 1000)]
     for num_heads, num_kv_heads, head_dim in HEADS:
         sizes = {"H": num_heads, "K": num_kv_heads, "D": head_dim, "S": 16}
-        cases += [Case("foundation.rotary", sizes), *[Case(op, sizes, attend()) for op in attention]]
+        cases += [Case("foundation.rotary", sizes), Case("batching.merge_states", sizes)]
+        cases += [Case(op, sizes, attend()) for op in attention]
+        cases += [Case("batching.ragged_paged_attention", sizes | {"M": LONG_TABLE}, attend())]
     sizes = {"H": 32, "K": 8, "D": 128}
     cases += [Case(op, sizes | {"S": 16}, attend(window=4096)) for op in attention]
-    cases += [Case("paged.paged_attention", sizes | {"S": slots}, attend()) for slots in (1, 5, 256)]
-    for op in ("paged.write_slots", "sharing.copy_blocks"):
+    cases += [Case("batching.ragged_paged_attention", sizes | {"S": 16, "M": LONG_TABLE}, attend(window=4096))]
+    for op in ("paged.paged_attention", "batching.ragged_paged_attention"):
+        cases += [Case(op, sizes | {"S": slots}, attend()) for slots in (1, 5, 256)]
+    for op in ("paged.write_slots", "sharing.copy_blocks", "batching.gather_blocks", "batching.scatter_blocks"):
         cases += [Case(op, {"K": 8, "D": head_dim, "S": 16}) for head_dim in (128, 80)]
     return cases
 
@@ -122,8 +137,9 @@ def attend(window: int | None = None) -> dict[str, Any]:
 
 
 def quick_cases() -> list[Case]:
-    """Return the first case of every launcher."""
-    return list({case.op: case for case in reversed(all_cases())}.values())
+    """Return the first case of every operation, and one in which decode takes one program per split."""
+    first = {case.op: case for case in reversed(all_cases())}
+    return [*first.values(), next(case for case in all_cases() if case.sizes.get("M") == LONG_TABLE)]
 
 
 def all_jobs(quick: bool) -> list[tuple[Case, str, tuple[int, int]]]:
@@ -146,8 +162,8 @@ class Launch:
     options: dict[str, Any]
 
 
-def catch_launch(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> Launch:
-    """Call the case's launcher as on a GPU of this capability and return what it would have launched."""
+def catch_launches(case: Case, dtype: torch.dtype, capability: tuple[int, int]) -> list[Launch]:
+    """Call the case's operation as on a GPU of this capability and return what it would have launched."""
     from triton.runtime.jit import JITFunction
 
     launches = []
@@ -161,8 +177,8 @@ def catch_launch(case: Case, dtype: torch.dtype, capability: tuple[int, int]) ->
     fake_gpu = patch.object(launch, "compute_capability", lambda device: capability)
     with FakeTensorMode(), fake_gpu, patch.object(JITFunction, "run", run):
         case.call(dtype)
-    assert len(launches) == 1, f"{case} launched {len(launches)} kernels"
-    return launches[0]
+    assert launches, f"{case} launched no kernel"
+    return launches
 
 
 def compile_launch(launch: Launch, capability: tuple[int, int]) -> Any:
@@ -212,7 +228,7 @@ class Report:
 
     def __str__(self) -> str:
         name = f"sm_{self.capability[0]}{self.capability[1]} {self.dtype}"
-        return f"{name} {self.case}: {self.registers} registers, {self.shared_bytes} bytes shared"
+        return f"{name} {self.kernel} of {self.case}: {self.registers} registers, {self.shared_bytes} bytes shared"
 
 
 def inspect_compiled(compiled: Any, case: Case, dtype: str, capability: tuple[int, int]) -> Report:
@@ -239,11 +255,11 @@ def inspect_compiled(compiled: Any, case: Case, dtype: str, capability: tuple[in
     )
 
 
-def compile_case(job: tuple[Case, str, tuple[int, int]]) -> Report:
-    """Do one job of the gate."""
+def compile_case(job: tuple[Case, str, tuple[int, int]]) -> list[Report]:
+    """Do one job of the gate: compile every kernel that the case launches."""
     case, dtype, capability = job
-    caught = catch_launch(case, DTYPES[dtype], capability)
-    return inspect_compiled(compile_launch(caught, capability), case, dtype, capability)
+    caught = catch_launches(case, DTYPES[dtype], capability)
+    return [inspect_compiled(compile_launch(launch, capability), case, dtype, capability) for launch in caught]
 
 
 def package_functions() -> dict[str, Any]:
@@ -252,7 +268,7 @@ def package_functions() -> dict[str, Any]:
 
     package = Path(__file__).parent
     functions = {}
-    for path in sorted(package.rglob("kernels.py")):
+    for path in sorted(package.rglob("*kernels.py")):
         module = importlib.import_module(".".join(("minipaged", *path.relative_to(package).with_suffix("").parts)))
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:
@@ -280,14 +296,14 @@ def run_gate(quick: bool) -> int:
     start = time.monotonic()
     jobs = all_jobs(quick)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        reports = list(pool.map(compile_case, jobs))
+        reports = list(chain.from_iterable(pool.map(compile_case, jobs)))
     faults = [f"{report}: {fault}" for report in reports for fault in report.faults()]
     functions = package_functions()
     left_out = missing_functions(functions, {report.kernel for report in reports})
     faults += [f"{name}: no kernel that was compiled reaches this function" for name in sorted(left_out)]
     print(*faults, sep="\n", end="\n" if faults else "")
     num_kernels = len({report.kernel for report in reports})
-    by_gpu = Counter(f"sm_{major}{minor}" for _, _, (major, minor) in jobs)
+    by_gpu = Counter("sm_{}{}".format(*report.capability) for report in reports)
     print(
         f"Triton {triton.__version__}: {num_kernels} kernels, {len(functions)} functions, {len(reports)} compiled "
         f"({', '.join(f'{name} {count}' for name, count in by_gpu.items())}), {len(faults)} faults, "

@@ -56,6 +56,9 @@ PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 2
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
 
+FEW_PROGRAMS = 2 * 132
+"""Fewer programs than this leave processors of a large GPU idle: an H100 has 132, and each has room for some."""
+
 
 def prefill_tiles(q: Tensor) -> Tiles:
     """Return the tiles for attention of many query tokens. They depend on nothing but device, dtype and head size.
@@ -70,6 +73,15 @@ def prefill_tiles(q: Tensor) -> Tiles:
     return _for_head_dim(PREFILL_TILES_FROM_9_0 if is_large else PREFILL_TILES, q)
 
 
+def heads_per_tile(tiles: Tiles, group: int) -> int:
+    """Return how many query heads lie side by side in a tile of query tokens: the group of a KV head, or one.
+
+    A short prompt fills a tile better with the heads of a group side by side. A large group that divides the tile
+    badly would waste rows instead.
+    """
+    return group if group <= tiles.queries // 2 else 1
+
+
 def decode_tiles(q: Tensor, group: int) -> Tiles:
     """Return the tiles for one query token per sequence, whose ``group`` heads of a KV head are the rows of a tile.
 
@@ -80,6 +92,19 @@ def decode_tiles(q: Tensor, group: int) -> Tiles:
     if rows > 32:  # sums for so many rows need more threads to hold them
         tiles = replace(tiles, num_warps=8, max_registers=255)
     return replace(tiles, queries=rows)
+
+
+def takes_one_program_per_split(num_programs: int, num_splits: int) -> bool:
+    """Return whether decode gives the pieces of a long sequence to programs of their own, and folds them afterwards.
+
+    Args:
+        num_programs: Pairs of sequence and KV head, which get one program each otherwise.
+        num_splits: Pieces of a sequence that fills its block table.
+
+    Invariants:
+        Known from shapes alone. The bits are the same either way.
+    """
+    return num_splits > 1 and num_programs < FEW_PROGRAMS
 
 
 def _for_head_dim(table: dict[int, Tiles], q: Tensor) -> Tiles:

@@ -15,15 +15,17 @@ from minipaged.arguments import (
     check_cache_options,
     check_limit,
     check_prompt_type,
+    check_scheduler_options,
     owned_params,
 )
+from minipaged.batching.generate import Engine as BatchingEngine
+from minipaged.batching.params import SamplingParams
+from minipaged.batching.scheduler import MAX_NUM_BATCHED_TOKENS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
-from minipaged.contiguous.generate import EngineOptions
 from minipaged.errors import UserError
 from minipaged.foundation.config import token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
-from minipaged.foundation.generate import EngineOptions as FoundationOptions
 from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
@@ -32,11 +34,12 @@ from minipaged.machine import choose_device, choose_dtype, choose_tier, default_
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.progress import Progress, progress_bar
 from minipaged.sharing.generate import Engine as SharingEngine
-from minipaged.sharing.params import SamplingParams
 from minipaged.tiers import Tier, check_tier
 from minipaged.tiers import use as use
 
-ENGINES = {engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine, SharingEngine)}
+ENGINES = {
+    engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine, SharingEngine, BatchingEngine)
+}
 """The engine of every rung that exists, lowest first."""
 
 RUNGS = tuple(ENGINES)
@@ -76,7 +79,14 @@ class LLM:
         max_model_len: Most tokens of a sequence; None is the model's own limit. A higher one is refused.
         revision: The hub revision of the model.
         reservation: What a sequence reserves on rung ``contiguous``: ``"max"`` (the default), ``"pow2"`` or
-            ``"oracle"``; the last two take a request's ``max_tokens`` for the true length of its output.
+            ``"oracle"``; the last two take a request's ``max_tokens`` for the true length of its output. Rung
+            ``batching`` has it too, with ``cache="contiguous"``.
+        cache: What rung ``batching`` schedules over: ``"paged"`` (the default) or ``"contiguous"``.
+        max_num_seqs: Most sequences that run at a time on rung ``batching``; None is 256, or
+            ``max_num_batched_tokens`` where that is smaller.
+        max_num_batched_tokens: Most tokens of one step there; None is 8192.
+        preemption: What happens there to a request that is sent away when blocks run out: ``"recompute"``,
+            ``"swap"`` or ``"auto"`` (the default), which takes what is quicker.
 
     Raises:
         UserError: Something of this cannot be had. The message names it and the limit.
@@ -101,10 +111,23 @@ class LLM:
         max_model_len: int | None = None,
         revision: str | None = None,
         reservation: str | None = None,
+        cache: str | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        preemption: str | None = None,
     ):
         self.rung = check_rung(rung)
         check_tier(tier)
-        check_cache_options(self.rung, block_size, num_blocks, reservation)
+        scheduling = check_scheduler_options(
+            self.rung,
+            {
+                "cache": cache,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "preemption": preemption,
+            },
+        )
+        check_cache_options(self.rung, block_size, num_blocks, reservation, cache)
         if seed is not None:
             SamplingParams(seed=seed)  # the one place that knows a seed's range
         self.device = choose_device(device)
@@ -123,7 +146,14 @@ class LLM:
             is_packed=can_pack(self.dtype, self.device),
         )
         if num_blocks is None and self.rung != "foundation":
-            num_blocks = default_num_blocks(self.config, self.dtype, self.device, block_size, self.max_model_len)
+            num_blocks = default_num_blocks(
+                self.config,
+                self.dtype,
+                self.device,
+                block_size,
+                self.max_model_len,
+                max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+            )
         self.num_blocks, self.block_size = num_blocks, block_size
         options: dict[str, Any] = {
             "max_model_len": self.max_model_len,
@@ -131,11 +161,10 @@ class LLM:
             "seed": seed,
             **self._text_options(generation_config),
         }
-        if num_blocks is None:
-            self.engine = FoundationEngine(self.model, FoundationOptions(**options))
-        else:
+        if num_blocks is not None:
             options |= {"num_blocks": num_blocks, "block_size": block_size, "reservation": reservation or "max"}
-            self.engine = ENGINES[self.rung](self.model, EngineOptions(**options))
+        engine_type: Any = ENGINES[self.rung]
+        self.engine = engine_type(self.model, engine_type.options_type(**options, **scheduling))
         self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
 
     def generate(

@@ -85,14 +85,19 @@ def cpu_has_bfloat16() -> bool:
 
 
 def default_num_blocks(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, max_model_len: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    max_model_len: int,
+    num_step_tokens: int = MAX_PREFILL_TOKENS,
 ) -> int:
     """Return how many blocks the cache gets when nobody says: see `LLM`.
 
-    On a GPU, room is left for the activations of one prefill pass: about 16 vectors of the MLP's width a token.
+    On a GPU, room is left for the activations of one step: about 16 vectors of the MLP's width a token.
     """
     if device.type == "cuda":
-        activations = 16 * MAX_PREFILL_TOKENS * config.intermediate_size * dtype.itemsize
+        activations = 16 * num_step_tokens * config.intermediate_size * dtype.itemsize
         num_bytes = torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE - activations
     else:
         num_bytes = CPU_CACHE_BYTES

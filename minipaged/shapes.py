@@ -20,10 +20,10 @@ C       tokens that may still be chosen
 jaxtyping reads a one-letter axis only with a leading space, so a vector over sequences is ``Int[Tensor, " B"]``.
 """
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-__all__ = ["Bool", "Float", "Int", "Tensor", "UNUSED_BLOCK", "UNUSED_SLOT"]
+__all__ = ["Bool", "Float", "Int", "Shaped", "Tensor", "UNUSED_BLOCK", "UNUSED_SLOT"]
 
 UNUSED_BLOCK = -1
 """Fills a block table behind a sequence's last block, on the device only; Python code uses None."""

@@ -42,6 +42,11 @@ class BuddyAllocator:
         """Return the size of the range that such a request gets."""
         return 1 << (num_slots - 1).bit_length()
 
+    @property
+    def largest_free(self) -> int:
+        """Return the size of the largest free range."""
+        return max((size for size, starts in self._free.items() if starts), default=0)
+
     def can_allocate(self, num_slots: int) -> bool:
         """Return whether a range of that many slots is free."""
         return self._fitting_size(num_slots) is not None

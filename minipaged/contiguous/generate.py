@@ -41,6 +41,7 @@ class Engine(FoundationEngine):
     """
 
     rung = "contiguous"
+    options_type = EngineOptions
     options: EngineOptions
 
     def __init__(self, model: DecoderModel, options: EngineOptions):

@@ -57,6 +57,7 @@ class Engine:
     """
 
     rung = "foundation"
+    options_type: type[EngineOptions] = EngineOptions
 
     def __init__(self, model: DecoderModel, options: EngineOptions):
         self.model = model
@@ -147,17 +148,24 @@ class Engine:
         An id that is not there, because the request has ended or never was, gives an empty list.
         """
         self.dropped = [output for output in self.dropped if output.request_id != request_id]
-        dropped = []
+        withdrawn = self.withdraw(request_id)
+        for seq in withdrawn:
+            if seq.finish_reason is None:
+                seq.finish_reason = "abort"
+                seq.text_stream.flush()
+        return [seq.result() for seq in withdrawn]
+
+    def withdraw(self, request_id: int) -> list[Sequence]:
+        """Take a request's sequences out of the queues, free what they hold, and return them."""
+        withdrawn = []
         for queue in (self.waiting, self.admitted, self.running):
             for seq in [seq for seq in queue if seq.request_id == request_id]:
                 queue.remove(seq)
-                if seq.finish_reason is None:  # one that ended in a step that failed later has given back its slots
-                    if queue is not self.waiting:
-                        self.give_back(seq)
-                    seq.finish_reason = "abort"
-                    seq.text_stream.flush()
-                dropped.append(seq.result())
-        return dropped
+                # One that ended in a step that failed later has given back its slots.
+                if queue is not self.waiting and seq.finish_reason is None:
+                    self.give_back(seq)
+                withdrawn.append(seq)
+        return withdrawn
 
     def drop_batch(self) -> None:
         """Abort all members of the batch and note their ends for the next step."""

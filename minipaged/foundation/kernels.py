@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, padded, prefill_tiles
+from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, heads_per_tile, padded, prefill_tiles
 from minipaged.shapes import Float, Int, Tensor
 
 
@@ -168,10 +168,7 @@ def causal_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = k.shape[1], query_starts.shape[0] - 1
     tiles = prefill_tiles(q)
-    group = num_heads // num_kv_heads
-    # A short prompt fills a tile better with the heads of a group side by side. A large group that divides the tile
-    # badly would waste rows instead.
-    tile_heads = group if group <= tiles.queries // 2 else 1
+    tile_heads = heads_per_tile(tiles, num_heads // num_kv_heads)
     out = torch.empty_like(q)
     if num_tokens:
         grid = (num_tokens // (tiles.queries // tile_heads) + num_seqs, num_heads // tile_heads)

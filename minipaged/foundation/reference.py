@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from minipaged.shapes import Bool, Float, Int, Tensor
 
-WINDOW_TILE = 1024
-"""Query rows per mask of `causal_attention_sdpa` with a window: a full mask of 32k x 32k would be a gigabyte."""
+MASK_TILE = 1024
+"""Query rows per mask of `newest_tokens_sdpa`: a full mask of 32k x 32k would be a gigabyte."""
 
 
 def rms_norm(
@@ -108,22 +108,29 @@ def causal_attention_sdpa(
     out = torch.empty_like(q)
     for start, end in pairwise(query_starts.tolist()):
         queries, keys, values = (x[None, :, start:end] for x in heads_first)  # [1, H, L, D]
-        if window is None or window >= end - start:
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-        else:
-            attended = _windowed_sdpa(queries, keys, values, scale, window)
+        attended = newest_tokens_sdpa(queries, keys, values, scale, window)
         out[start:end] = attended[0].transpose(0, 1)
     return out
 
 
-def _windowed_sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int) -> Tensor:
-    """Attend in tiles of query rows, each with the keys that at least one of its rows sees. All [1, H, L, D]."""
+def newest_tokens_sdpa(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+) -> Float[Tensor, "1 H rows D"]:
+    """Let the newest tokens of one sequence attend; ``queries`` [1, H, rows, D] belong to the last ``rows`` keys.
+
+    Whole sequences need no mask. Otherwise this goes in tiles of query rows, each with the keys that at least one of
+    its rows sees.
+    """
+    num_keys = keys.shape[2]
+    first_query = num_keys - queries.shape[2]
+    if first_query == 0 and (window is None or window >= num_keys):
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
     tiles = []
-    for first_row in range(0, queries.shape[2], WINDOW_TILE):
-        rows = queries[:, :, first_row : first_row + WINDOW_TILE]
-        end = first_row + rows.shape[2]
-        first_key = max(0, first_row - window + 1)
-        mask = visible_keys(rows.shape[2], first_row, first_key, window).to(queries.device)
+    for rows in queries.split(MASK_TILE, dim=2):
+        end = first_query + rows.shape[2]
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        mask = visible_keys(rows.shape[2], first_query, first_key, window).to(queries.device)
         visible = keys[:, :, first_key:end], values[:, :, first_key:end]
         tiles.append(F.scaled_dot_product_attention(rows, *visible, attn_mask=mask, scale=scale))
+        first_query = end
     return torch.cat(tiles, dim=2)

@@ -83,17 +83,30 @@ def paged_attention_kernel(
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b) computes the group of query heads that share KV head j, for sequence b.
+    """Program (j, b) computes the group of query heads that share KV head j, for sequence b."""
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    out = attend_sequence(
+        q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
+        tl.load(seq_lens_ptr + seq), scale,
+        SLOTS, NUM_KV_HEADS, HEAD_DIM, WINDOW, TILE_GROUP, TILE_KEYS, TILE_DIM,
+    )  # fmt: skip
+    store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+
+
+@triton.jit
+def attend_sequence(
+    q, k_pool_ptr, v_pool_ptr, table_ptr, kv_head, seq_len, scale,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the attention of a sequence's newest token, for the group of query heads of one KV head.
 
     The same walk as rung 1's kernel, with the same bits: cut at multiples of SPLIT, folded from left to right.
 
     Loop invariant: the state holds the pieces before ``split``.
     """
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_width
-    q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
     first = first_visible(seq_len, WINDOW)
     row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
     for split in range(first // SPLIT * SPLIT, seq_len, SPLIT):
@@ -102,8 +115,7 @@ def paged_attention_kernel(
             SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_GROUP, TILE_KEYS, TILE_DIM,
         )  # fmt: skip
         row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
-    out = normalized(row_sum, acc)
-    store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    return normalized(row_sum, acc)
 
 
 @triton.jit
@@ -115,19 +127,36 @@ def attend_split(
     """Return the state (max, sum, acc) of a group of query heads over the visible tokens of one piece.
 
     Loop invariant: the state holds the piece's visible tokens before ``start``, which is a multiple of TILE_KEYS.
-    Every token of a tile looks up its own block, so any block size fits any tile.
     """
-    dim = tl.arange(0, TILE_DIM)
     row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
     begin = tl.maximum(split, first // TILE_KEYS * TILE_KEYS)
     for start in range(begin, tl.minimum(split + SPLIT, seq_len), TILE_KEYS):
         token = start + tl.arange(0, TILE_KEYS)
         visible = (token >= first) & (token < seq_len)
-        block_id = tl.load(table_ptr + token // SLOTS, mask=visible, other=0).to(tl.int64)
-        slot = block_id * SLOTS + token % SLOTS
-        at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
-        mask = visible[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(k_pool_ptr + at, mask=mask, other=0.0)
-        v = tl.load(v_pool_ptr + at, mask=mask, other=0.0)  # zeros where hidden: a weight of 0 times NaN is NaN
+        k, v = load_tokens(
+            k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, visible, SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM
+        )
         row_max, row_sum, acc = attend_tile(q, k, v, visible, scale, row_max, row_sum, acc)
     return row_max, row_sum, acc
+
+
+@triton.jit
+def load_tokens(
+    k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, visible,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Load the keys and values of a tile of tokens, [keys, D] each; ``visible`` may be None, which is all of them.
+
+    Every token looks up its own block, so any block size fits any tile. Hidden tokens are looked up nowhere and give
+    zeros: a weight of 0 times NaN is NaN.
+    """
+    dim = tl.arange(0, TILE_DIM)
+    mask = (dim < HEAD_DIM)[None, :]
+    if visible is None:
+        block_id = tl.load(table_ptr + token // SLOTS).to(tl.int64)
+    else:
+        block_id = tl.load(table_ptr + token // SLOTS, mask=visible, other=0).to(tl.int64)
+        mask = visible[:, None] & mask
+    slot = block_id * SLOTS + token % SLOTS
+    at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
+    return tl.load(k_pool_ptr + at, mask=mask, other=0.0), tl.load(v_pool_ptr + at, mask=mask, other=0.0)

@@ -36,13 +36,18 @@ def paged_attention(
     scale: float,
     window: int | None,
 ) -> Float[Tensor, "B H D"]:
-    """Gather each sequence's blocks side by side, cut them at its length, and attend as over a dense row."""
+    """Gather each sequence's blocks side by side, cut them at its length, and attend as over a dense row.
+
+    Blocks that lie wholly before the window may have been given back, so they are left out.
+    """
     block_size = k_pool.shape[1]
     out = q.new_zeros(q.shape)
     for row, length in enumerate(seq_lens.tolist()):
         if not length:
             continue
-        block_ids = block_tables[row, : -(-length // block_size)].long()
+        first_block = 0 if window is None else max(0, length - window) // block_size
+        block_ids = block_tables[row, first_block : -(-length // block_size)].long()
+        length -= first_block * block_size
         k = k_pool[block_ids].flatten(0, 1)[:length]  # [L, K, D]
         v = v_pool[block_ids].flatten(0, 1)[:length]
         out[row] = attend_one(q[row], k, v, scale, window)
@@ -59,23 +64,23 @@ def paged_attention_padded(
     scale: float,
     window: int | None,
 ) -> Float[Tensor, "B H D"]:
-    """Gather the tokens of the whole batch, padded to the longest sequence, and attend in one call.
+    """Gather the visible tokens of the whole batch, padded to the largest number of them, and attend in one call.
 
-    Places behind a sequence's end take its first token: a masked weight is 0, and 0 times NaN would be NaN, so what
-    stands there must be a number. The G query heads of a KV head are given as G query tokens of one head, so K and
-    V are not repeated.
+    Padding takes the sequence's newest token: a masked weight is 0, and 0 times NaN would be NaN, so what stands there
+    must be a number. The G query heads of a KV head are given as G query tokens of one head, so K and V are not
+    repeated.
     """
     num_seqs, _, head_dim = q.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
-    length = int(seq_lens.max()) if num_seqs else 0
+    num_visible = seq_lens if window is None else seq_lens.clamp(max=window)
+    length = int(num_visible.max()) if num_seqs else 0
     if length == 0:
         return q.new_zeros(q.shape)
-    token = torch.arange(length, device=q.device)
-    visible = token < seq_lens[:, None]  # [B, L]
-    slots = block_tables[:, token // block_size].long() * block_size + token % block_size  # [B, L]
-    slots = torch.where(visible, slots, slots[:, :1]).clamp(min=0).flatten()
-    if window is not None:
-        visible &= token >= seq_lens[:, None] - window
+    place = torch.arange(length, device=q.device)
+    visible = place < num_visible[:, None]  # [B, L]
+    token = torch.where(visible, (seq_lens - num_visible)[:, None] + place, seq_lens[:, None] - 1).clamp(min=0)
+    block_ids = block_tables.gather(1, token // block_size).long()  # [B, L]
+    slots = (block_ids * block_size + token % block_size).clamp(min=0).flatten()  # an empty row has no block
 
     def gather(pool: Tensor) -> Tensor:
         rows = pool.view(-1, num_kv_heads * head_dim).index_select(0, slots)  # [B * L, K * D]

@@ -127,7 +127,10 @@ class SharingCache(PagedCache):
         promise.num_sequences -= 1
         if promise.num_sequences == 0:
             del self._promises[family]
-        # After a step that failed half-way: the target has no owner any more, and may soon have another.
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        """Drop copies that a failed step has left behind: a target without an owner may soon have another."""
         waiting = [copy for copy in self.pending_copies if not self.pool.is_free(copy[1])]
         self.num_copies -= len(self.pending_copies) - len(waiting)
         self.pending_copies = waiting

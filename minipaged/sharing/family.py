@@ -16,11 +16,15 @@ class Family:
 
     Args:
         params: What the request asked for.
+        seed: What its samples' seeds are made of.
+        indices: The samples to make.
         search: The state of its beam search, None where it samples.
         results: The samples that have ended.
     """
 
     params: FoundationParams
+    seed: int
+    indices: list[int]
     search: BeamSearch | None = None
     results: list[Result] = field(default_factory=list)
 
@@ -28,12 +32,13 @@ class Family:
     def of(cls, seq: Sequence) -> "Family":
         """Return the family of a sequence that waits for its prefill."""
         params = seq.params
+        indices = list(range(num_sequences(params)))
         if not isinstance(params, SamplingParams) or params.beam_width is None:
-            return cls(params)
+            return cls(params, seq.seed, indices)
         search = BeamSearch(
             params.beam_width, seq.max_output_tokens, seq.end_token_ids, params.length_penalty, params.early_stopping
         )
-        return cls(params, search)
+        return cls(params, seq.seed, indices, search)
 
     @property
     def holds_back(self) -> bool:

@@ -55,6 +55,10 @@ class Engine(PagedEngine):
     def admit(self, seq: Sequence) -> None:
         """Take the prompt's blocks, and promise the family its room."""
         self.cache.allocate(seq.seq_id, *self._room(seq))
+        self.add_family(seq)
+
+    def add_family(self, seq: Sequence) -> None:
+        """Note what the request wants of the sequences that will fork from this one."""
         family = self.families[seq.request_id] = Family.of(seq)
         if family.holds_back and seq.params.logprobs is None:
             seq.params = replace(seq.params, logprobs=0)  # to rank the samples by
@@ -100,8 +104,14 @@ class Engine(PagedEngine):
             is_beam = self.families[seq.request_id].search is not None
             (searches.setdefault(seq.request_id, []) if is_beam else samples).append(row)
         outputs = self._choose_samples([batch[row] for row in samples], self._pick(logits, samples))
-        for rows in searches.values():
-            outputs += self._advance_search([batch[row] for row in rows], self._pick(logits, rows))
+        # All searches look at their logits before one moves on: an error costs nobody what has just been found.
+        families = [[batch[row] for row in rows] for rows in searches.values()]
+        logprobs = [
+            penalized_logprobs(self._pick(logits, rows), beams)
+            for rows, beams in zip(searches.values(), families, strict=True)
+        ]
+        for beams, own in zip(families, logprobs, strict=True):
+            outputs += self._advance_search(beams, own)
         return outputs
 
     def _pick(self, logits: Float[Tensor, "B V"], rows: list[int]) -> Float[Tensor, "R V"]:
@@ -132,9 +142,10 @@ class Engine(PagedEngine):
         return outputs
 
     def _fork_samples(self, parent: Sequence) -> list[Sequence]:
-        """Make children 1 and up of a sequence; the parent is child 0."""
-        indices = range(1, num_sequences(parent.params))
-        children = [self._fork(parent, index=index, seed=child_seed(parent.seed, index)) for index in indices]
+        """Make the other samples of a request."""
+        family = self.families[parent.request_id]
+        indices = [index for index in family.indices if index != parent.index]
+        children = [self._fork(parent, index=index, seed=child_seed(family.seed, index)) for index in indices]
         self.running += children  # a fork before an error is freed by `drop_batch`
         return children
 
@@ -152,12 +163,12 @@ class Engine(PagedEngine):
 
     # -- beams
 
-    def _advance_search(self, beams: list[Sequence], logits: Float[Tensor, "W V"]) -> list[StepOutput]:
+    def _advance_search(self, beams: list[Sequence], logprobs: Float[Tensor, "W V"]) -> list[StepOutput]:
         """Make one step of a beam search: drop, fork and extend its sequences, or end it."""
         request_id = beams[0].request_id
         search = self.families[request_id].search
         assert search is not None
-        survivors = search.advance(penalized_logprobs(logits, beams))
+        survivors = search.advance(logprobs)
         # First the dropped beams go: their blocks may be the ones that the next writes take.
         kept = set() if search.done else {parent for parent, _ in survivors}
         for i, beam in enumerate(beams):

@@ -1,0 +1,420 @@
+"""Who runs at each step: continuous batching over any cache, without a model and without tensors."""
+
+import heapq
+from bisect import insort
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from minipaged.batching.cache import Cache
+from minipaged.batching.group import Group, Member
+from minipaged.batching.plan import Act, Chunk, Event, NextToken, Plan, Swap, chunk_size
+from minipaged.batching.preemption import Preemption, choose_victim
+from minipaged.errors import AccountingError, UserError
+from minipaged.tiers import declare_part, replacement
+
+declare_part("plan_step", "(scheduler) -> Plan; decides what the next step computes")
+
+MAX_NUM_SEQS = 256
+"""Seats in the batch when nobody says. A decode step reads all weights once for everybody, so more seats pay."""
+
+MAX_NUM_BATCHED_TOKENS = 8192
+"""Tokens of one step when nobody says: enough to keep a GPU's matrix units busy, few enough for small activations."""
+
+
+class Scheduler:
+    """Decide at every step which tokens run, and keep the cache's books.
+
+    ``plan = schedule()`` says what the step computes; the caller does it and reports with ``update(plan, tokens)``.
+    A step has a budget of tokens. First everybody who decodes gets one token per sequence. Prompts that have entered
+    take what is left, in chunks, and then new requests enter, first come, first served within their priority. So a
+    long prompt never holds up those that decode, and a request that waits is never overtaken.
+
+    A request enters only when the cache has room for all its present tokens. It may then outgrow the cache: when a
+    sequence finds no block for its next token, the newest request is sent away, until there is one. It comes back
+    at its old place in the queue; what becomes of its keys and values is the choice of `Preemption`.
+
+    Args:
+        cache: Where the tokens' slots come from; see `Cache`.
+        max_num_seqs: Most sequences that run at a time; None is 256, or the token budget where that is smaller.
+        max_num_batched_tokens: Most tokens of one step.
+        preemption: What happens to the blocks of a request that is sent away.
+        listener: Called with every `Event`.
+
+    Invariants:
+        ``running`` is in the order of turns. The first of it is never sent away while others run, so it ends in a
+        bounded number of steps: nobody can keep anybody from getting done. Nobody is sent away while the blocks
+        that are needed are free.
+
+    Raises:
+        UserError: A limit is below 1, or more sequences may run than the budget has tokens.
+
+    Cost:
+        One step is linear in the running sequences. It does not depend on the length of the queue, but for the
+        logarithm of a heap, or on the size of the cache.
+
+    Source:
+        Iteration-level scheduling: Orca (Yu et al., OSDI 2022). All-or-nothing preemption of a request's sequences:
+        Kwon et al., SOSP 2023, section 4.5. Chunked prefill: Sarathi-Serve (Agrawal et al., OSDI 2024).
+
+    Example:
+        Blocks of 4 slots and 5 tokens a step. The prompt of 7 takes two steps, then the first token is there.
+
+        >>> from minipaged.batching.cache import BatchingCache
+        >>> scheduler = Scheduler(BatchingCache(num_blocks=8, block_size=4), max_num_batched_tokens=5)
+        >>> scheduler.add(request_id=0, seq_id=7, prompt_token_ids=[1] * 7, max_output_tokens=2)
+        >>> for tokens in ([], [NextToken(7, 50)], [NextToken(7, 51, is_last=True)]):
+        ...     plan = scheduler.schedule()
+        ...     print([(chunk.start, chunk.stop, chunk.slots[-1], chunk.is_sampled) for chunk in plan.chunks])
+        ...     scheduler.update(plan, tokens)
+        [(0, 5, 4, False)]
+        [(5, 7, 6, True)]
+        [(7, 8, 7, True)]
+        >>> scheduler.has_unfinished, scheduler.cache.pool.num_free
+        (False, 8)
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        preemption: Preemption | None = None,
+        listener: Callable[[Event], None] | None = None,
+    ):
+        check_limits(max_num_seqs, max_num_batched_tokens)
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs or min(MAX_NUM_SEQS, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.preemption = preemption or Preemption()
+        self.listener = listener
+        self.groups: dict[int, Group] = {}  # every unfinished request
+        self.running: list[Group] = []
+        self._waiting: list[
+            tuple[tuple[int, int], Group]
+        ] = []  # a heap; aborted requests are dropped when they surface
+        self.num_swapped_blocks = 0  # in the swap space now
+        self.num_arrived = self.num_steps = self.num_preemptions = self.num_swaps = 0
+
+    # -- requests come and go
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return whether any request waits or runs."""
+        return bool(self.groups)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests wait, those that were sent away included."""
+        return len(self.groups) - len(self.running)
+
+    @property
+    def waiting(self) -> list[Group]:
+        """Return the requests that wait, in no particular order."""
+        return [group for _, group in self._waiting if group.request_id in self.groups]
+
+    def add(
+        self,
+        request_id: int,
+        seq_id: int,
+        prompt_token_ids: list[int],
+        max_output_tokens: int,
+        num_sequences: int = 1,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: Its name.
+            seq_id: The name of its first sequence; others fork from it, see `NextToken`.
+            prompt_token_ids: Its prompt.
+            max_output_tokens: The most tokens that a sequence will generate. The caller sees to it that prompt,
+                output and forks fit into an otherwise empty cache.
+            num_sequences: The most sequences that it will have at a time.
+            priority: Lower enters first and is sent away last.
+
+        Raises:
+            UserError: It has more sequences than may run.
+        """
+        if num_sequences > self.max_num_seqs:
+            raise UserError(
+                f"the request has {num_sequences} sequences; at most {self.max_num_seqs} run (max_num_seqs)"
+            )
+        assert request_id not in self.groups and prompt_token_ids
+        first = Member(seq_id, list(prompt_token_ids))
+        group = Group(request_id, [first], num_sequences, max_output_tokens, priority, self.num_arrived)
+        self.num_arrived += 1
+        self.groups[request_id] = group
+        heapq.heappush(self._waiting, (group.order, group))
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request wherever it is, and free what it holds. Nothing happens if it is not there."""
+        group = self.groups.pop(request_id, None)
+        if group is not None:
+            self._leave(group, "abort")
+
+    def abort_sequence(self, request_id: int, seq_id: int) -> None:
+        """Drop one sequence of a request, and the request with its last one. Nothing happens if it is not there."""
+        group = self.groups.get(request_id)
+        gone = next((member for member in group.members if member.seq_id == seq_id), None) if group else None
+        if group is None or gone is None:
+            return None
+        if len(group.members) == 1:
+            return self.abort(request_id)
+        first = group.members[0]
+        group.members.remove(gone)
+        group.num_sequences -= 1
+        if group.is_running:
+            self.cache.free(seq_id)
+        elif group.swapped:
+            del group.swapped.tables[seq_id]
+        if gone is first and not group.is_decoding:  # the next one computes what they share
+            group.members[0].num_computed = min(group.members[0].num_computed, first.num_computed)
+        if group.is_running or group.swapped:  # perhaps nobody else lacked anything
+            group.is_decoding = group.is_decoding or group.is_prefilled
+        self._tell("finish", group, seq_id, reason="abort")
+        return None
+
+    # -- one step
+
+    def schedule(self) -> Plan:
+        """Return what the next step computes; its slots are taken when this returns."""
+        self.num_steps += 1
+        return (replacement("plan_step") or type(self).plan_step)(self)
+
+    def plan_step(self) -> Plan:
+        """Let everybody decode, then go on with prompts that have entered, then let others enter."""
+        plan = Plan()
+        num_running = len(self.running)
+        self._decode(plan)
+        for group in self.running:
+            if not group.is_decoding:
+                self._prefill(group, plan)
+        if len(self.running) == num_running:  # else somebody was just sent away for want of room
+            self._admit(plan)
+        return plan
+
+    def update(self, plan: Plan, tokens: Iterable[NextToken]) -> None:
+        """Note what a step has done.
+
+        Args:
+            plan: The plan that was carried out.
+            tokens: The next token of every sampled sequence, and of those that fork from it, in the order that a
+                request's members shall have from now on. A sampled sequence that no token continues is dropped.
+        """
+        sampled: dict[int, Chunk] = {}
+        for chunk in plan.chunks:
+            group, member = chunk.group, chunk.member
+            if not group.is_running or member not in group.members:
+                continue  # aborted meanwhile
+            member.num_computed = chunk.stop
+            if self.cache.window is not None:
+                self.cache.release_before(member.seq_id, chunk.stop - self.cache.window + 1)
+            if chunk.is_sampled:
+                sampled[member.seq_id] = chunk
+            else:
+                group.is_decoding = group.is_prefilled
+        changed: dict[Group, list[NextToken]] = {}
+        for token in tokens:
+            chunk = sampled[token.seq_id if token.parent_id is None else token.parent_id]
+            if chunk.group.num_sequences == 1 and not token.is_last:  # the common case, kept short
+                del sampled[token.seq_id]
+                chunk.member.token_ids.append(token.token_id)
+                chunk.group.is_decoding = True
+            else:
+                changed.setdefault(chunk.group, []).append(token)
+        for chunk in sampled.values():
+            changed.setdefault(chunk.group, [])  # one that no token continues
+        for group, own in changed.items():
+            self._change_members(group, own)
+
+    # -- parts of a step
+
+    def _decode(self, plan: Plan) -> None:
+        """Give each sequence that has its prompt behind it one token; send others away where the blocks run out."""
+        place = 0
+        while place < len(self.running):
+            group = self.running[place]
+            if not group.is_decoding:
+                place += 1
+            elif self._make_room(group, place, plan):
+                self._append(group, plan)
+                place += 1
+
+    def _make_room(self, group: Group, place: int, plan: Plan) -> bool:
+        """Send groups away until ``group``, which stands at ``place``, can go on; False if it was sent away itself.
+
+        Those before it have their slots for this step already, so the choice is among it and those after it.
+        """
+        while not self.cache.can_append(group.seq_ids):
+            if len(self.running) == 1:
+                raise AccountingError(f"request {group.request_id} has outgrown the cache, and nobody else runs")
+            candidates = self.running[place:]
+            victim = (replacement("choose_victim") or choose_victim)(candidates)
+            if victim not in candidates:
+                raise AccountingError(f"choose_victim returned {victim!r}, which is none of the groups it was given")
+            self._preempt(victim, plan, f"request {group.request_id} needs a block")
+            if victim is group:
+                return False
+        return True
+
+    def _append(self, group: Group, plan: Plan) -> None:
+        """Let every member compute its newest token."""
+        for member in group.members:
+            start = member.num_computed
+            slot = self.cache.append(member.seq_id)
+            plan.add(Chunk(group, member, start, start + 1, [slot], True))
+            if self.listener:
+                self._tell("decode", group, member.seq_id, 1)
+        for source, target in (copies := self.cache.take_copies()):
+            self._tell("copy", group, reason=f"block {source} to {target}")
+        plan.copies += copies
+
+    def _prefill(self, group: Group, plan: Plan) -> None:
+        """Compute as much of a group's prompt, or of what it has to compute again, as the step has tokens left."""
+        for member in group.members:
+            start = member.num_computed
+            stop = start + chunk_size(member.target - start, self.max_num_batched_tokens - plan.num_tokens)
+            if stop > start:
+                slots = self.cache.slots(member.seq_id, start, stop)
+                plan.add(Chunk(group, member, start, stop, slots, stop == len(member.token_ids)))
+                self._tell("chunk", group, member.seq_id, stop - start)
+            if stop < member.target:
+                return  # the others build on what the first has computed
+
+    def _admit(self, plan: Plan) -> None:
+        """Let requests enter in the order of their turn, as long as there are seats, tokens and slots."""
+        while (group := self._first_waiting()) is not None:
+            reason = self._reason_to_wait(group, plan)
+            if reason:
+                self._tell("wait", group, reason=reason)
+                return
+            heapq.heappop(self._waiting)
+            self._enter(group, plan)
+
+    def _first_waiting(self) -> Group | None:
+        while self._waiting and self._waiting[0][1].request_id not in self.groups:  # aborted
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _reason_to_wait(self, group: Group, plan: Plan) -> str | None:
+        num_seats = sum(each.num_sequences for each in self.running)
+        if num_seats + group.num_sequences > self.max_num_seqs:
+            return f"needs {group.num_sequences} of {self.max_num_seqs} seats, {num_seats} are taken (max_num_seqs)"
+        num_tokens = plan.num_tokens
+        wanted = len(group.members) if group.is_decoding else 1
+        if num_tokens + wanted > self.max_num_batched_tokens:
+            return f"the step has its {self.max_num_batched_tokens} tokens (max_num_batched_tokens)"
+        headroom = self._headroom(group, num_seats)
+        if group.swapped:
+            if not self.cache.can_swap_in(group.swapped, headroom):
+                return f"needs {len(group.swapped.used_places)} blocks to be swapped in"
+        elif not self.cache.can_admit(group.room(), headroom):
+            return self.cache.shortage(group.room(), headroom)
+        return None
+
+    def _headroom(self, group: Group, num_running: int) -> int:
+        """Return how many blocks have to stay free when the group enters.
+
+        One that was sent away comes back only if everybody can grow by a block after that, or it would be sent away
+        again at once. With nobody else there the cache is its own.
+        """
+        return num_running + len(group.members) if self.running and group.num_preemptions else 0
+
+    def _enter(self, group: Group, plan: Plan) -> None:
+        """Give a group its slots and its first tokens of this step."""
+        self._tell("resume" if group.num_preemptions else "admit", group)
+        if group.swapped:
+            pairs = self.cache.swap_in(group.swapped)
+            self._forget_swapped(group)
+            plan.swaps_in.append(Swap(group.request_id, pairs))
+            self._tell("swap", group, reason=f"{len(pairs)} blocks in")
+        else:
+            room = group.room()
+            num_shared = self.cache.allocate(room)
+            for member, target in zip(group.members, room.lengths, strict=True):
+                member.target, member.num_computed = target, num_shared
+            group.members[0].num_computed = 0
+        group.is_running = True
+        insort(self.running, group, key=attrgetter("order"))
+        if not group.is_decoding:
+            self._prefill(group, plan)
+        elif self.cache.can_append(group.seq_ids):
+            self._append(group, plan)
+
+    def _preempt(self, group: Group, plan: Plan, reason: str) -> None:
+        """Send a group back into the queue, to its old place."""
+        num_blocks = self.cache.num_blocks_of(group.seq_ids)
+        how, why = self.preemption.choose(group.num_tokens_computed(), num_blocks, self.num_swapped_blocks)
+        self._tell("preempt", group, reason=f"{reason}; {how}: {why}")
+        self.running.remove(group)
+        group.is_running = False
+        group.num_preemptions += 1
+        self.num_preemptions += 1
+        if how == "swap":
+            group.swapped, block_ids = self.cache.swap_out(group.seq_ids)
+            self.num_swapped_blocks += len(block_ids)
+            self.num_swaps += 1
+            plan.swaps_out.append(Swap(group.request_id, list(enumerate(block_ids))))
+            self._tell("swap", group, reason=f"{len(block_ids)} blocks out")
+        else:
+            group.is_decoding = False
+            for member in group.members:
+                self.cache.free(member.seq_id)
+                member.num_computed = 0
+        heapq.heappush(self._waiting, (group.order, group))
+
+    def _change_members(self, group: Group, tokens: list[NextToken]) -> None:
+        """Fork, extend and end the members of a group."""
+        before = {member.seq_id: member for member in group.members}
+        everybody = dict(before)
+        for token in tokens:
+            if token.parent_id is not None:  # forks first, before any list of tokens grows
+                parent = before[token.parent_id]
+                self.cache.fork(token.parent_id, token.seq_id)
+                everybody[token.seq_id] = Member(token.seq_id, list(parent.token_ids), parent.num_computed)
+        group.members = []
+        for token in tokens:
+            member = everybody[token.seq_id]
+            member.token_ids.append(token.token_id)
+            if token.is_last:
+                group.num_sequences -= 1
+            else:
+                group.members.append(everybody.pop(token.seq_id))
+        for seq_id in everybody:
+            self.cache.free(seq_id)
+        group.is_decoding = True
+        if not group.members:
+            del self.groups[group.request_id]
+            self._leave(group, "done")
+
+    def _leave(self, group: Group, reason: str) -> None:
+        if group.is_running:
+            self.running.remove(group)
+            group.is_running = False
+            for member in group.members:
+                self.cache.free(member.seq_id)
+        self._forget_swapped(group)
+        self._tell("finish", group, reason=reason)
+
+    def _forget_swapped(self, group: Group) -> None:
+        if group.swapped:
+            self.num_swapped_blocks -= group.swapped.num_blocks
+            group.swapped = None
+
+    # -- events
+
+    def _tell(self, act: Act, group: Group, seq_id: int | None = None, num_tokens: int = 0, reason: str = "") -> None:
+        if self.listener:
+            self.listener(Event(self.num_steps, act, group.request_id, seq_id, num_tokens, reason))
+
+
+def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int) -> None:
+    """Refuse limits of a step that are no numbers from 1, and more sequences than one step has tokens."""
+    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{name} must be a whole number from 1, not {value!r}")
+    if max_num_seqs is not None and max_num_seqs > max_num_batched_tokens:
+        raise UserError(
+            f"max_num_seqs must be at most max_num_batched_tokens, which is {max_num_batched_tokens}, not "
+            f"{max_num_seqs}: a step computes one token of every sequence"
+        )
