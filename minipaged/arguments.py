@@ -7,7 +7,7 @@ from typing import Any
 from minipaged.batching.generate import CACHES
 from minipaged.batching.params import SamplingParams
 from minipaged.batching.preemption import Preemption
-from minipaged.batching.scheduler import MAX_NUM_BATCHED_TOKENS, check_limits
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, check_limits
 from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig

@@ -60,11 +60,18 @@ ARGUMENTS: dict[str, list[Shape | float]] = {
     "batching.merge_states": ["T H D", ("T H", torch.float32), "T H D", ("T H", torch.float32)],
     "batching.gather_blocks": ["N S K D", ("P", torch.int64), "P S K D"],
     "batching.scatter_blocks": ["N S K D", ("P", torch.int64), "P S K D"],
+    "prefix.shared_prefix_attention": [
+        *("B H D", "N S K D", "N S K D"),
+        *[(axes, torch.int32) for axes in ("B M", "B", "P+1", "P")],
+    ],
 }
 """The positional arguments of every operation, as ``rung.operation``."""
 
 LONG_TABLE = 512
 """Width of block tables that hold more than one split: decode may then take one program for each."""
+
+MANY_SEQUENCES = launch.FEW_PROGRAMS
+"""With so many, decode takes one program for all splits of a sequence."""
 
 HEADS = [
     (32, 8, 128),
@@ -106,13 +113,14 @@ class Case:
         if not isinstance(spec, tuple):
             return spec
         sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "P": 3, "2": 2, **self.sizes}
-        sizes |= {"D/2": sizes.get("D", 0) // 2, "B+1": sizes["B"] + 1}
+        sizes |= {"D/2": sizes.get("D", 0) // 2, "B+1": sizes["B"] + 1, "P+1": sizes["P"] + 1}
         return torch.empty([sizes[axis] for axis in spec[0].split()], dtype=spec[1], device="cuda")
 
 
 def all_cases() -> list[Case]:
     """Return the calls to compile, for each operation the commonest shape first."""
-    attention = [op for op in ARGUMENTS if op.endswith("attention")]
+    shared = "prefix.shared_prefix_attention"
+    attention = [op for op in ARGUMENTS if op.endswith("attention") and op != shared]
     cases = [Case("foundation.rms_norm", {"E": width}, {"residual": "T E"}) for width in (2048, 8192)]
     cases += [Case("foundation.rms_norm", {"E": width}) for width in (64, 2048)]
     cases += [Case("foundation.silu_mul", {"F": width}) for width in (8192, 1000)]
@@ -121,11 +129,13 @@ def all_cases() -> list[Case]:
         cases += [Case("foundation.rotary", sizes), Case("batching.merge_states", sizes)]
         cases += [Case(op, sizes, attend()) for op in attention]
         cases += [Case("batching.ragged_paged_attention", sizes | {"M": LONG_TABLE}, attend())]
+        cases += [Case(shared, sizes | {"M": LONG_TABLE, "B": num_seqs}) for num_seqs in (4, MANY_SEQUENCES)]
     sizes = {"H": 32, "K": 8, "D": 128}
     cases += [Case(op, sizes | {"S": 16}, attend(window=4096)) for op in attention]
     cases += [Case("batching.ragged_paged_attention", sizes | {"S": 16, "M": LONG_TABLE}, attend(window=4096))]
     for op in ("paged.paged_attention", "batching.ragged_paged_attention"):
         cases += [Case(op, sizes | {"S": slots}, attend()) for slots in (1, 5, 256)]
+    cases += [Case(shared, sizes | {"S": slots, "M": 2048}) for slots in (1, 5, 256)]
     for op in ("paged.write_slots", "sharing.copy_blocks", "batching.gather_blocks", "batching.scatter_blocks"):
         cases += [Case(op, {"K": 8, "D": head_dim, "S": 16}) for head_dim in (128, 80)]
     return cases
@@ -268,7 +278,7 @@ def package_functions() -> dict[str, Any]:
 
     package = Path(__file__).parent
     functions = {}
-    for path in sorted(package.rglob("*kernels.py")):
+    for path in sorted(package.rglob("kernels.py")):
         module = importlib.import_module(".".join(("minipaged", *path.relative_to(package).with_suffix("").parts)))
         for name, value in vars(module).items():
             if isinstance(value, JITFunction) and value.__module__ == module.__name__:

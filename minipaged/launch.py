@@ -52,6 +52,8 @@ PREFILL_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles
 # From 9.0 on, the data-centre GPUs multiply matrices straight out of shared memory, of which they have 227 KB for a
 # program. All others bring the operands into registers first, and may have no more than 99 KB.
 PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
+# A shared prefix has as many rows as there are heads and sequences, and the keys of DECODE_TILES: see `prefix_tiles`.
+PREFIX_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
@@ -89,9 +91,21 @@ def decode_tiles(q: Tensor, group: int) -> Tiles:
     """
     tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(DECODE_TILES, q)
     rows = padded(group, minimum=tiles.queries)
-    if rows > 32:  # sums for so many rows need more threads to hold them
-        tiles = replace(tiles, num_warps=8, max_registers=255)
+    if rows > tiles.queries:  # sums for more rows need more registers, and then more threads, to hold them
+        tiles = replace(tiles, num_warps=8 if rows > 32 else tiles.num_warps, max_registers=255)
     return replace(tiles, queries=rows)
+
+
+def prefix_tiles(q: Tensor, group: int) -> Tiles:
+    """Return the tiles for a prefix that many sequences share: the heads of a KV head of several sequences are rows.
+
+    Invariants:
+        As many keys as `decode_tiles`, so that the same numbers are added in the same order. The rest may differ.
+    """
+    if q.dtype == torch.float32:
+        return decode_tiles(q, group)
+    tiles = _for_head_dim(PREFIX_TILES, q)
+    return replace(tiles, queries=padded(group, minimum=tiles.queries))
 
 
 def takes_one_program_per_split(num_programs: int, num_splits: int) -> bool:

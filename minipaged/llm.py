@@ -20,7 +20,7 @@ from minipaged.arguments import (
 )
 from minipaged.batching.generate import Engine as BatchingEngine
 from minipaged.batching.params import SamplingParams
-from minipaged.batching.scheduler import MAX_NUM_BATCHED_TOKENS
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.foundation.config import token_ids_of

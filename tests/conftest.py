@@ -110,7 +110,7 @@ def poisoned_caches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     def poisoned_step(self: Any) -> Any:
         outputs = step(self)
         is_owned = torch.zeros(self.kv.shape[2] * self.kv.shape[3], dtype=torch.bool)
-        is_owned[owned_slots(self.cache)] = True
+        is_owned[owned_slots(self)] = True
         self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = poison
         return outputs
 
@@ -118,11 +118,28 @@ def poisoned_caches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     monkeypatch.setattr(Engine, "step", poisoned_step)
 
 
-def owned_slots(cache: Any) -> list[int]:
-    """Return the slots that hold a running sequence's token, in an arena or a block pool."""
+def owned_slots(engine: Any) -> list[int]:
+    """Return the slots that hold keys and values of a running sequence's token."""
+    cache = engine.cache
+    if hasattr(engine, "scheduler"):
+        return [slot for group in engine.scheduler.running for slot in computed_slots(cache, group)]
     if hasattr(cache, "tables"):
         return [slot for table in cache.tables.values() for slot in table.slots(0, table.num_tokens)]
     return [own.start + i for own in cache.ranges.values() for i in range(own.num_tokens)]
+
+
+def computed_slots(cache: Any, group: Any) -> list[int]:
+    """Return the slots of the tokens that a scheduled request has computed, those that were given back left out.
+
+    While its first sequence computes what all share, the others have slots of it that nobody has written yet.
+    """
+    first = group.members[0]
+    has_common = group.is_decoding or first.num_computed == first.target
+    slots = []
+    for member in group.members if has_common else [first]:
+        released = cache.tables[member.seq_id].num_released * cache.pool.block_size if hasattr(cache, "tables") else 0
+        slots += cache.slots(member.seq_id, released, max(released, member.num_computed))
+    return slots
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

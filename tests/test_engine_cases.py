@@ -116,6 +116,20 @@ def test_slots_that_nobody_wrote_never_reach_the_logits(folder: Path, rung: str)
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("poisoned_caches", [math.nan, math.inf], indirect=True)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("budget", [3, 16, 8192])
+def test_neither_chunks_nor_being_sent_away_change_the_logits(folder: Path, preemption: str, budget: int):
+    prompts = random_prompts(17, 3, 40, 16)
+    options = {"block_size": 4, "num_blocks": 16, "preemption": preemption, "max_num_batched_tokens": budget}
+    llm, other = load(folder, "batching", **options), load(folder, "foundation")
+    ours, theirs = record_logits(llm), record_logits(other)
+    assert tokens_of(llm.generate(prompts, greedy(20))) == tokens_of(other.generate(prompts, greedy(20)))
+    assert llm.stats()["preemptions"] > 0 and (llm.stats()["swaps"] > 0) == (preemption == "swap")
+    for prompt, rows in theirs.items():
+        torch.testing.assert_close(torch.stack(ours[prompt]), torch.stack(rows), atol=1e-4, rtol=0)
+
+
 # Company
 
 ARRANGEMENTS = ("alone", "together", "reversed")

@@ -1,84 +1,36 @@
-"""The identity matrix: every rung gives the same greedy tokens as rung 0, and as transformers.
+"""The identity matrix: every rung gives the same greedy tokens as rung 0, and as transformers; see `tests.identity`."""
 
-Models are tiny, random and in fp32; the fixture asserts that at every step the two best logits lie well apart, so
-that a different token is a fault and never a tie.
-"""
-
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from minipaged import LLM, SamplingParams, use
+from minipaged.batching.reference import ragged_paged_attention
 from minipaged.foundation.reference import causal_attention
 from minipaged.llm import RUNGS
 from minipaged.paged.reference import paged_attention
+from tests.identity import (
+    ARCHITECTURES,
+    CELLS,
+    GREEDY,
+    Oracle,
+    SameTokens,
+    count_cells,
+    counting_comparison,
+    make_oracle,
+)
 from tests.tiny_models import make_tiny_model
-
-ARCHITECTURES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "mistral": {"sliding_window": 11},
-    "qwen2-mixed-window": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-}
-PROMPT_LENGTHS = (1, 3, 4, 5, 15, 16, 17, 40)
-NUM_OUTPUT_TOKENS = 16
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
-
-CELLS: Counter[str] = Counter()
-"""How many comparisons each test of this process has made: one model, rung, tier, cache shape and arrangement each."""
 
 
 @pytest.fixture
-def same_tokens(request: pytest.FixtureRequest) -> Callable[[list[list[int]], list[list[int]]], None]:
-    """Return a function that holds tokens equal to those expected, and counts that as one cell."""
-    CELLS[request.node.nodeid] = 0
-
-    def compare(tokens: list[list[int]], expected: list[list[int]]) -> None:
-        assert tokens == expected
-        assert all(tokens), "an answer without tokens shows nothing"
-        CELLS[request.node.nodeid] += 1
-
-    return compare
-
-
-@dataclass
-class Oracle:
-    """A model, its prompts, and the answers that transformers gives."""
-
-    folder: Path
-    prompts: list[list[int]]
-    answers: list[list[int]]
-
-
-def transformers_answer(model, prompt: list[int], num_tokens: int) -> list[int]:
-    """Decode greedily without a cache and check that no step was close."""
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        best = logits.topk(2)
-        assert best.values[0] - best.values[1] > 1e-3, "the two best logits are too close to tell a fault from a tie"
-        ids.append(int(best.indices[0]))
-    return ids[len(prompt) :]
+def same_tokens(request: pytest.FixtureRequest) -> SameTokens:
+    return counting_comparison(request.node.nodeid)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    from transformers import AutoModelForCausalLM
-
-    architecture = request.param.split("-")[0]
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), architecture, **ARCHITECTURES[request.param])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    with torch.no_grad():
-        answers = [transformers_answer(model, prompt, NUM_OUTPUT_TOKENS) for prompt in prompts]
-    assert len({tuple(answer) for answer in answers}) == len(answers), "the prompts must lead to different answers"
-    return Oracle(folder, prompts, answers)
+    return make_oracle(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 CACHE_SHAPES = [(1, 64), (4, 16), (5, 13), (16, 4), (64, 1)]
@@ -107,8 +59,17 @@ def test_every_rung_gives_the_tokens_of_transformers(oracle: Oracle, rung: str, 
     assert CELLS[request.node.nodeid] == (2 if rung == "foundation" else 10)
 
 
-def test_the_readable_loops_give_the_same_tokens(oracle: Oracle, same_tokens, poisoned_caches):
-    calls = dict.fromkeys(("causal", "paged"), 0)
+READABLE = {
+    "foundation": {"causal_attention": causal_attention},
+    "sharing": {"causal_attention": causal_attention, "paged_attention": paged_attention},
+    "batching": {"ragged_paged_attention": ragged_paged_attention},
+}
+"""The loops that define the attention of a rung."""
+
+
+@pytest.mark.parametrize("rung", READABLE)
+def test_the_readable_loops_give_the_same_tokens(oracle: Oracle, rung: str, same_tokens, poisoned_caches):
+    calls = dict.fromkeys(READABLE[rung], 0)
 
     def count(name, function):
         def run(*args, **kwargs):
@@ -117,8 +78,9 @@ def test_the_readable_loops_give_the_same_tokens(oracle: Oracle, same_tokens, po
 
         return run
 
-    with use(causal_attention=count("causal", causal_attention), paged_attention=count("paged", paged_attention)):
-        llm = LLM(oracle.folder, dtype="float32", device="cpu", **SMALL)
+    shape = {} if rung == "foundation" else SMALL
+    with use(**{name: count(name, function) for name, function in READABLE[rung].items()}):
+        llm = LLM(oracle.folder, rung=rung, dtype="float32", device="cpu", **shape)
         results = llm.generate(oracle.prompts, GREEDY)
     same_tokens([result.token_ids for result in results], oracle.answers)
     assert min(calls.values()) > 0
@@ -181,6 +143,7 @@ INTERPRETED_PAIRS = [
     ("mistral", "paged"),
     ("llama", "sharing"),
     ("qwen2", "paged"),
+    ("qwen3", "batching"),
 ]
 """Every rung and every architecture once: the interpreter is slow."""
 
@@ -218,16 +181,8 @@ def test_every_rung_and_tier_gives_the_tokens_of_transformers_on_a_gpu(
     assert CELLS[request.node.nodeid] == (2 if rung == "foundation" else 10)
 
 
-def test_the_matrix_has_at_least_220_cells(request: pytest.FixtureRequest, record_property):
+def test_the_matrix_has_at_least_320_cells(request: pytest.FixtureRequest, record_property):
     """Count what ran, not what was meant to run."""
-    matrix = {
-        item.nodeid
-        for item in request.session.items
-        if "same_tokens" in getattr(item, "fixturenames", ())
-        and not (torch.cuda.is_available() and item.get_closest_marker("skipif"))
-    }
-    if matrix != CELLS.keys():
-        pytest.skip("the tests of the matrix have not all run in this process, so their cells cannot be counted")
-    assert min(CELLS.values()) > 0
-    record_property("identity matrix, cells compared", sum(CELLS.values()))
-    assert sum(CELLS.values()) >= 220
+    num_cells = count_cells(request)
+    record_property("identity matrix, cells compared", num_cells)
+    assert num_cells >= 320

@@ -16,12 +16,11 @@ class ArenaCache(Arena):
     Example:
         >>> cache = ArenaCache(num_slots=16, max_model_len=8)
         >>> cache.allocate(Room([7], [5], num_common=0, num_output_tokens=2)), cache.append(7), cache.block_ids(7)
-        (0, 5, range(0, 6))
+        ([0], 5, range(0, 6))
         >>> cache.shortage(Room([8], [9], num_common=0, num_output_tokens=1))
         'needs a range of 8 slots, 8 of 16 slots are free in ranges of up to 8'
     """
 
-    window: int | None = None
     block_size = 1
     """A range is read as a block table whose blocks have one slot each, one after the other."""
 
@@ -38,14 +37,14 @@ class ArenaCache(Arena):
             f"{self.buddy.largest_free}"
         )
 
-    def allocate(self, room: Room) -> int:
+    def allocate(self, room: Room) -> list[int]:
         """Reserve a range.
 
         Raises:
             AccountingError: No range is free.
         """
         super().allocate(room.seq_ids[0], room.lengths[0], room.num_output_tokens)
-        return 0
+        return [0]
 
     def can_append(self, seq_ids: Sequence[int]) -> bool:
         """Return True: the slots are reserved."""
@@ -69,7 +68,7 @@ class ArenaCache(Arena):
         """Refuse: a range belongs to one sequence."""
         raise AccountingError("a range of the arena cannot be shared")
 
-    def release_before(self, seq_id: int, token: int) -> None:
+    def note_computed(self, seq_id: int, num_tokens: int, token_ids: list[int]) -> None:
         """Do nothing: a range is given back as a whole."""
 
     def num_blocks_of(self, seq_ids: Sequence[int]) -> int:

@@ -33,9 +33,6 @@ class Room:
 class Cache(Protocol):
     """What the scheduler asks of a cache."""
 
-    window: int | None
-    """Every layer sees only so many tokens back, so older ones are given back; None where one layer sees all."""
-
     def can_admit(self, room: Room, headroom: int = 0) -> bool:
         """Return whether there is room, with ``headroom`` blocks left over for those that run."""
         ...
@@ -44,8 +41,8 @@ class Cache(Protocol):
         """Say in numbers what is missing."""
         ...
 
-    def allocate(self, room: Room) -> int:
-        """Take the slots; return how many first tokens the second sequence and on share with the first."""
+    def allocate(self, room: Room) -> list[int]:
+        """Take the slots; return how many first tokens each sequence need not compute."""
         ...
 
     def can_append(self, seq_ids: Sequence[int]) -> bool:
@@ -76,8 +73,8 @@ class Cache(Protocol):
         """Return the block copies to make before the next write."""
         ...
 
-    def release_before(self, seq_id: int, token: int) -> None:
-        """Give back the blocks whose tokens all stand before ``token``."""
+    def note_computed(self, seq_id: int, num_tokens: int, token_ids: list[int]) -> None:
+        """Hear that the first ``num_tokens`` of a sequence's tokens have their keys and values."""
         ...
 
     def swap_out(self, seq_ids: Sequence[int]) -> tuple["Swapped", list[int]]:
@@ -155,7 +152,7 @@ class BatchingCache(SharingCache):
 
         >>> cache = BatchingCache(num_blocks=8, block_size=4)
         >>> cache.allocate(Room([7], [6], num_common=0, num_output_tokens=9))
-        0
+        [0]
         >>> cache.fork(7, 9)
         >>> cache.can_append([7, 9]), cache.append(7), cache.append(9), cache.take_copies()
         (True, 10, 6, [(1, 2)])
@@ -170,7 +167,7 @@ class BatchingCache(SharingCache):
 
     def __init__(self, num_blocks: int, block_size: int, window: int | None = None):
         super().__init__(num_blocks, block_size)
-        self.window = window
+        self.window = window  # tokens that a layer sees at most, the newest among them; None where one sees all
 
     # -- who enters
 
@@ -189,8 +186,8 @@ class BatchingCache(SharingCache):
         spare = f" and {headroom} to spare" if headroom else ""
         return f"needs {self.num_blocks_needed(room)} blocks{spare}, {self.pool.num_free} are free"
 
-    def allocate(self, room: Room) -> int:
-        """Make a block table for each sequence; return how many first tokens the others share with the first.
+    def allocate(self, room: Room) -> list[int]:
+        """Make a block table for each sequence; return how many first tokens each shares with the first.
 
         Raises:
             AccountingError: The blocks are not free. Nothing is taken then.
@@ -206,7 +203,7 @@ class BatchingCache(SharingCache):
             else:
                 self._share(self.tables[first], seq_id, num_shared)
             self._extend_to(self.tables[seq_id], length)
-        return num_shared
+        return [0] + [num_shared] * (len(room.seq_ids) - 1)
 
     def _num_shared(self, room: Room) -> int:
         """Return the common tokens that fill whole blocks."""
@@ -275,6 +272,11 @@ class BatchingCache(SharingCache):
             self.pool.free(block_id)
         self._forget_copies()
 
+    def note_computed(self, seq_id: int, num_tokens: int, token_ids: list[int]) -> None:
+        """Give back the blocks that no layer will look at again: the next token sees ``window`` with itself."""
+        if self.window is not None:
+            self.release_before(seq_id, num_tokens - self.window + 1)
+
     def release_before(self, seq_id: int, token: int) -> None:
         """Give back the blocks whose tokens all stand before ``token``: no layer will look at them again."""
         table = self.tables[seq_id]
@@ -329,10 +331,14 @@ class BatchingCache(SharingCache):
             self.tables[seq_id] = table
         return list(block_at.items())
 
+    def count_references(self) -> Counter[int]:
+        """Return how many tables own each block."""
+        return Counter(block_id for table in self.tables.values() for block_id in table.owned_block_ids)
+
     def check(self) -> None:
         """Assert the invariants."""
         self.pool.check()
-        counts = Counter(block_id for table in self.tables.values() for block_id in table.owned_block_ids)
+        counts = self.count_references()
         for block_id in range(self.pool.num_blocks):
             assert counts[block_id] == self.pool.num_references(block_id), f"block {block_id} is miscounted"
         for table in self.tables.values():

@@ -1,19 +1,17 @@
 """Rung 4's engine: carries out the scheduler's plans."""
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from minipaged.batching.arena_cache import ArenaCache
 from minipaged.batching.cache import BatchingCache
-from minipaged.batching.ops import ragged_paged_attention
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.batching.params import SamplingParams
 from minipaged.batching.plan import Chunk, NextToken, Plan
-from minipaged.batching.preemption import Policy
-from minipaged.batching.scheduler import MAX_NUM_BATCHED_TOKENS, Scheduler
+from minipaged.batching.preemption import Policy, Preemption
+from minipaged.batching.rows import Rows
+from minipaged.batching.scheduler import Scheduler
 from minipaged.batching.swap_space import SwapSpace
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.contiguous.generate import EngineOptions as ContiguousOptions
@@ -25,7 +23,7 @@ from minipaged.foundation.philox import child_seed
 from minipaged.foundation.sampling import SampledToken
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
 from minipaged.foundation.sequence import Result, Sequence, StepOutput
-from minipaged.shapes import UNUSED_BLOCK, Float, Int, Tensor
+from minipaged.shapes import Float, Tensor
 from minipaged.sharing.family import Family, num_sequences
 from minipaged.sharing.generate import Engine as SharingEngine
 from minipaged.sharing.ops import copy_blocks
@@ -65,7 +63,7 @@ class Engine(SharingEngine):
 
     def make_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the scheduler, the cache's books and its memory."""
-        options, config = self.options, self.model.config
+        options = self.options
         self.families: dict[int, Family] = {}  # by request, from its arrival to its end
         self.members: dict[int, list[Sequence]] = {}  # its living sequences
         self._tokens: list[NextToken] = []  # of the running step
@@ -77,12 +75,21 @@ class Engine(SharingEngine):
             self.cache = ArenaCache(num_slots, options.max_model_len, options.reservation)
         else:
             self.kv = allocate_kv(self.model, (num_blocks, block_size))
-            windows = config.layer_windows
-            window = max(each for each in windows if each) if all(windows) else None
-            self.cache = BatchingCache(num_blocks, block_size, window)
+            self.cache = self.make_bookkeeping(num_blocks, block_size)
         self.swap_space = SwapSpace(self.kv, self.model.tier)
         preemption = self.swap_space.preemption(options.preemption, self.model)
-        self.scheduler = Scheduler(self.cache, options.max_num_seqs, options.max_num_batched_tokens, preemption)
+        self.scheduler = self.make_scheduler(preemption)
+
+    def make_bookkeeping(self, num_blocks: int, block_size: int) -> BatchingCache:
+        """Make a pool without promises."""
+        windows = self.model.config.layer_windows
+        window = max(each for each in windows if each) if all(windows) else None
+        return BatchingCache(num_blocks, block_size, window)
+
+    def make_scheduler(self, preemption: Preemption) -> Scheduler:
+        """Make the scheduler over ``cache``."""
+        options = self.options
+        return Scheduler(self.cache, options.max_num_seqs, options.max_num_batched_tokens, preemption)
 
     # -- the four verbs
 
@@ -103,9 +110,13 @@ class Engine(SharingEngine):
             seq.prompt_token_ids,
             seq.max_output_tokens,
             num_sequences(seq.params),
-            seq.params.priority if isinstance(seq.params, SamplingParams) else 0,
+            **self.scheduling(seq.params),
         )
         return request_id
+
+    def scheduling(self, params: FoundationParams) -> dict[str, Any]:
+        """Return what the scheduler has to know of a request's parameters."""
+        return {"priority": params.priority} if isinstance(params, SamplingParams) else {}
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
@@ -156,6 +167,7 @@ class Engine(SharingEngine):
         family.results.append(gone.result())
         if not self.members[request_id]:
             del self.families[request_id], self.members[request_id]
+            self.swap_space.drop(request_id)
         return family.results[-1:]
 
     def _take_sample(self, family: Family, members: list[Sequence], index: int) -> Sequence | None:
@@ -240,7 +252,9 @@ class Engine(SharingEngine):
         outputs: list[StepOutput] = []
         sampled = [chunk for chunk in plan.chunks if chunk.is_sampled]
         if plan.chunks:
-            logits = self._forward(plan.chunks)
+            rows = Rows.of(plan.chunks, self.cache, self.model.device)
+            attend = self.attend_rows(plan, rows)
+            logits = self.model.forward(rows.token_ids, rows.positions, attend, rows.logits_at)
             outputs = self._choose_tokens(sampled, logits) if sampled else []
         self.scheduler.update(plan, self._tokens)
         self._note_living(sampled)
@@ -255,38 +269,15 @@ class Engine(SharingEngine):
         if plan.copies:
             copy_blocks(self.kv, self.tensor(plan.copies), tier=self.model.tier)
 
-    def _forward(self, chunks: list[Chunk]) -> Float[Tensor, "R V"]:
-        """Run the tokens of all chunks through the model and return the logits of those that are sampled."""
-        lengths = [chunk.stop - chunk.start for chunk in chunks]
-        ends = list(itertools.accumulate(lengths))
-        token_ids = self.tensor(list(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks)))
-        positions = self.tensor([place for chunk in chunks for place in range(chunk.start, chunk.stop)])
-        rows = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
-        logits_at = None if len(rows) == ends[-1] else self.tensor(rows)
-        return self.model.forward(token_ids, positions, self._attend(chunks, [0, *ends]), logits_at)
-
-    def _attend(self, chunks: list[Chunk], starts: list[int]) -> Attend:
+    def attend_rows(self, plan: Plan, rows: Rows) -> Attend:
         """Write the new tokens' K and V, then attend through the block tables."""
-        windows = self.model.config.layer_windows
-        slots = self.tensor(list(itertools.chain.from_iterable(chunk.slots for chunk in chunks)))
-        block_tables = self._block_tables(chunks)
-        query_starts = self.tensor(starts, torch.int32)
-        seq_lens = self.tensor([chunk.stop for chunk in chunks], torch.int32)
+        windows, tier = self.model.config.layer_windows, self.model.tier
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.write(layer, k, v, slots)
-            k_pool, v_pool = self.kv[layer]
-            window, tier = windows[layer], self.model.tier
-            return ragged_paged_attention(
-                q, k_pool, v_pool, block_tables, query_starts, seq_lens, window=window, tier=tier
-            )
+            self.write(layer, k, v, rows.slots)
+            return rows.attend(q, *self.kv[layer], window=windows[layer], tier=tier)
 
         return attend
-
-    def _block_tables(self, chunks: list[Chunk]) -> Int[Tensor, "B M"]:
-        tables = [self.cache.block_ids(chunk.member.seq_id) for chunk in chunks]
-        width = max(map(len, tables))
-        return self.tensor([[*table, *[UNUSED_BLOCK] * (width - len(table))] for table in tables], torch.int32)
 
     # -- what rung 3 chooses is reported to the scheduler
 

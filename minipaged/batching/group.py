@@ -14,12 +14,14 @@ class Member:
         token_ids: Prompt and output.
         num_computed: How many of its first tokens have keys and values in the cache.
         target: How many its prefill computes; it has slots for them from the start.
+        is_gone: Whether it was aborted.
     """
 
     seq_id: int
     token_ids: list[int]
     num_computed: int = 0
     target: int = 0
+    is_gone: bool = False
 
 
 @dataclass(eq=False)
@@ -50,6 +52,7 @@ class Group:
     is_decoding: bool = False
     swapped: Swapped | None = None
     num_preemptions: int = 0
+    is_gone: bool = False
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.members[0].token_ids)

@@ -1,24 +1,19 @@
 """Who runs at each step: continuous batching over any cache, without a model and without tensors."""
 
-import heapq
 from bisect import insort
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from minipaged.batching.cache import Cache
 from minipaged.batching.group import Group, Member
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, check_limits
 from minipaged.batching.plan import Act, Chunk, Event, NextToken, Plan, Swap, chunk_size
 from minipaged.batching.preemption import Preemption, choose_victim
+from minipaged.batching.queue import WaitingQueue
 from minipaged.errors import AccountingError, UserError
 from minipaged.tiers import declare_part, replacement
 
 declare_part("plan_step", "(scheduler) -> Plan; decides what the next step computes")
-
-MAX_NUM_SEQS = 256
-"""Seats in the batch when nobody says. A decode step reads all weights once for everybody, so more seats pay."""
-
-MAX_NUM_BATCHED_TOKENS = 8192
-"""Tokens of one step when nobody says: enough to keep a GPU's matrix units busy, few enough for small activations."""
 
 
 class Scheduler:
@@ -73,6 +68,8 @@ class Scheduler:
         (False, 8)
     """
 
+    group_type = Group
+
     def __init__(
         self,
         cache: Cache,
@@ -89,9 +86,7 @@ class Scheduler:
         self.listener = listener
         self.groups: dict[int, Group] = {}  # every unfinished request
         self.running: list[Group] = []
-        self._waiting: list[
-            tuple[tuple[int, int], Group]
-        ] = []  # a heap; aborted requests are dropped when they surface
+        self.waiting = WaitingQueue()
         self.num_swapped_blocks = 0  # in the swap space now
         self.num_arrived = self.num_steps = self.num_preemptions = self.num_swaps = 0
 
@@ -106,11 +101,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Return how many requests wait, those that were sent away included."""
         return len(self.groups) - len(self.running)
-
-    @property
-    def waiting(self) -> list[Group]:
-        """Return the requests that wait, in no particular order."""
-        return [group for _, group in self._waiting if group.request_id in self.groups]
 
     def add(
         self,
@@ -141,10 +131,10 @@ class Scheduler:
             )
         assert request_id not in self.groups and prompt_token_ids
         first = Member(seq_id, list(prompt_token_ids))
-        group = Group(request_id, [first], num_sequences, max_output_tokens, priority, self.num_arrived)
+        group = self.group_type(request_id, [first], num_sequences, max_output_tokens, priority, self.num_arrived)
         self.num_arrived += 1
         self.groups[request_id] = group
-        heapq.heappush(self._waiting, (group.order, group))
+        self.waiting.push(group)
 
     def abort(self, request_id: int) -> None:
         """Drop a request wherever it is, and free what it holds. Nothing happens if it is not there."""
@@ -162,6 +152,7 @@ class Scheduler:
             return self.abort(request_id)
         first = group.members[0]
         group.members.remove(gone)
+        gone.is_gone = True
         group.num_sequences -= 1
         if group.is_running:
             self.cache.free(seq_id)
@@ -191,6 +182,8 @@ class Scheduler:
                 self._prefill(group, plan)
         if len(self.running) == num_running:  # else somebody was just sent away for want of room
             self._admit(plan)
+        if not self.running and (group := self.waiting.first()) is not None:
+            raise AccountingError(f"request {group.request_id} can never enter: {self._reason_to_wait(group, plan)}")
         return plan
 
     def update(self, plan: Plan, tokens: Iterable[NextToken]) -> None:
@@ -200,15 +193,15 @@ class Scheduler:
             plan: The plan that was carried out.
             tokens: The next token of every sampled sequence, and of those that fork from it, in the order that a
                 request's members shall have from now on. A sampled sequence that no token continues is dropped.
+                One that was aborted since ``schedule`` gets no token.
         """
         sampled: dict[int, Chunk] = {}
         for chunk in plan.chunks:
             group, member = chunk.group, chunk.member
-            if not group.is_running or member not in group.members:
+            if not group.is_running or member.is_gone:
                 continue  # aborted meanwhile
             member.num_computed = chunk.stop
-            if self.cache.window is not None:
-                self.cache.release_before(member.seq_id, chunk.stop - self.cache.window + 1)
+            self.cache.note_computed(member.seq_id, chunk.stop, member.token_ids)
             if chunk.is_sampled:
                 sampled[member.seq_id] = chunk
             else:
@@ -251,7 +244,8 @@ class Scheduler:
             candidates = self.running[place:]
             victim = (replacement("choose_victim") or choose_victim)(candidates)
             if victim not in candidates:
-                raise AccountingError(f"choose_victim returned {victim!r}, which is none of the groups it was given")
+                names = [each.request_id for each in candidates]
+                raise AccountingError(f"choose_victim returned none of the groups that it was given, requests {names}")
             self._preempt(victim, plan, f"request {group.request_id} needs a block")
             if victim is group:
                 return False
@@ -265,6 +259,9 @@ class Scheduler:
             plan.add(Chunk(group, member, start, start + 1, [slot], True))
             if self.listener:
                 self._tell("decode", group, member.seq_id, 1)
+        self._take_copies(group, plan)
+
+    def _take_copies(self, group: Group, plan: Plan) -> None:
         for source, target in (copies := self.cache.take_copies()):
             self._tell("copy", group, reason=f"block {source} to {target}")
         plan.copies += copies
@@ -283,18 +280,13 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> None:
         """Let requests enter in the order of their turn, as long as there are seats, tokens and slots."""
-        while (group := self._first_waiting()) is not None:
+        while (group := self.waiting.first()) is not None:
             reason = self._reason_to_wait(group, plan)
             if reason:
                 self._tell("wait", group, reason=reason)
                 return
-            heapq.heappop(self._waiting)
+            self.waiting.pop()
             self._enter(group, plan)
-
-    def _first_waiting(self) -> Group | None:
-        while self._waiting and self._waiting[0][1].request_id not in self.groups:  # aborted
-            heapq.heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
 
     def _reason_to_wait(self, group: Group, plan: Plan) -> str | None:
         num_seats = sum(each.num_sequences for each in self.running)
@@ -304,21 +296,16 @@ class Scheduler:
         wanted = len(group.members) if group.is_decoding else 1
         if num_tokens + wanted > self.max_num_batched_tokens:
             return f"the step has its {self.max_num_batched_tokens} tokens (max_num_batched_tokens)"
-        headroom = self._headroom(group, num_seats)
+        # One that was sent away comes back only if everybody can grow by a block after that, or it would be sent away
+        # again at once. With nobody else there the cache is its own.
+        headroom = num_seats + len(group.members) if self.running and group.num_preemptions else 0
         if group.swapped:
             if not self.cache.can_swap_in(group.swapped, headroom):
-                return f"needs {len(group.swapped.used_places)} blocks to be swapped in"
+                spare = f" and {headroom} to spare" if headroom else ""
+                return f"needs {len(group.swapped.used_places)} blocks{spare} to be swapped in"
         elif not self.cache.can_admit(group.room(), headroom):
             return self.cache.shortage(group.room(), headroom)
         return None
-
-    def _headroom(self, group: Group, num_running: int) -> int:
-        """Return how many blocks have to stay free when the group enters.
-
-        One that was sent away comes back only if everybody can grow by a block after that, or it would be sent away
-        again at once. With nobody else there the cache is its own.
-        """
-        return num_running + len(group.members) if self.running and group.num_preemptions else 0
 
     def _enter(self, group: Group, plan: Plan) -> None:
         """Give a group its slots and its first tokens of this step."""
@@ -330,10 +317,11 @@ class Scheduler:
             self._tell("swap", group, reason=f"{len(pairs)} blocks in")
         else:
             room = group.room()
-            num_shared = self.cache.allocate(room)
-            for member, target in zip(group.members, room.lengths, strict=True):
-                member.target, member.num_computed = target, num_shared
-            group.members[0].num_computed = 0
+            starts = self.cache.allocate(room)
+            for member, target, start in zip(group.members, room.lengths, starts, strict=True):
+                member.target, member.num_computed = target, start
+            group.is_decoding = group.is_prefilled
+            self._take_copies(group, plan)
         group.is_running = True
         insort(self.running, group, key=attrgetter("order"))
         if not group.is_decoding:
@@ -361,7 +349,7 @@ class Scheduler:
             for member in group.members:
                 self.cache.free(member.seq_id)
                 member.num_computed = 0
-        heapq.heappush(self._waiting, (group.order, group))
+        self.waiting.push(group)
 
     def _change_members(self, group: Group, tokens: list[NextToken]) -> None:
         """Fork, extend and end the members of a group."""
@@ -388,6 +376,7 @@ class Scheduler:
             self._leave(group, "done")
 
     def _leave(self, group: Group, reason: str) -> None:
+        group.is_gone = True
         if group.is_running:
             self.running.remove(group)
             group.is_running = False
@@ -406,15 +395,3 @@ class Scheduler:
     def _tell(self, act: Act, group: Group, seq_id: int | None = None, num_tokens: int = 0, reason: str = "") -> None:
         if self.listener:
             self.listener(Event(self.num_steps, act, group.request_id, seq_id, num_tokens, reason))
-
-
-def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int) -> None:
-    """Refuse limits of a step that are no numbers from 1, and more sequences than one step has tokens."""
-    for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{name} must be a whole number from 1, not {value!r}")
-    if max_num_seqs is not None and max_num_seqs > max_num_batched_tokens:
-        raise UserError(
-            f"max_num_seqs must be at most max_num_batched_tokens, which is {max_num_batched_tokens}, not "
-            f"{max_num_seqs}: a step computes one token of every sequence"
-        )

@@ -14,7 +14,7 @@ from minipaged.tiers import Tier
 # What "auto" weighs, as orders of magnitude: which of the two is quicker rarely hangs on a factor of two.
 FLOPS = {"cuda": 2e14, "cpu": 1e11}
 """Multiplications and additions a second in a prefill: a data-centre GPU in 16 bits, a few CPU cores."""
-BYTES_PER_SECOND = {"cuda": 25e9, "cpu": 5e9}
+BYTES_PER_SECOND = {"cuda": 50e9, "cpu": 5e9}
 """Over the bus to a GPU; within the memory of a CPU."""
 
 

@@ -47,7 +47,7 @@ class Sizes:
     max_steps: int | None
 
 
-FULL = Sizes(num_slots=16_384, num_requests=256, max_model_len=LONGEST, max_steps=600)
+FULL = Sizes(num_slots=16_384, num_requests=256, max_model_len=LONGEST, max_steps=300)
 QUICK = Sizes(num_slots=1024, num_requests=128, max_model_len=128, max_steps=100)
 """A sixteenth of all lengths. Blocks are large then, so that they hold fewer sequences than in a full run."""
 

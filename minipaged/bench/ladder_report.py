@@ -132,7 +132,7 @@ def _draw_held(axis: Any, rows: list[dict[str, Any]]) -> None:
         where = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
         axis.annotate(f"{row['held_mean']:.1f}", (row["held_peak"], place), fontsize=8, **where)
     axis.margins(x=0.2)
-    axis.set_xlabel("sequences held: mean (bar, number), peak (line)")
+    axis.set_xlabel("sequences held, mean (line: peak)")
 
 
 def _draw_slots(axis: Any, rows: list[dict[str, Any]]) -> None:

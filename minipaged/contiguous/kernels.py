@@ -12,12 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from minipaged.foundation.kernels import absorb, normalized
+from minipaged.foundation.kernels import normalized, weigh
 from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, decode_tiles, padded
 from minipaged.shapes import Float, Int, Tensor
 
 SPLIT = tl.constexpr(1024)
 """Tokens between two cuts. Shorter pieces keep more programs busy with one long sequence; each fold costs time."""
+
+SUM_COLUMNS = tl.constexpr(16)
+"""The narrowest matrix product: so many times is each row sum computed."""
 
 
 def contiguous_attention(
@@ -70,7 +73,8 @@ def contiguous_attention_kernel(
     dim = tl.arange(0, TILE_DIM)
     row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
     for split in range(first // SPLIT * SPLIT, seq_len, SPLIT):
-        split_max, split_sum, split_acc = no_keys(TILE_GROUP, TILE_DIM)
+        split_max, _, split_acc = no_keys(TILE_GROUP, TILE_DIM)
+        split_sums = no_sums(TILE_GROUP)
         begin = tl.maximum(split, first // TILE_KEYS * TILE_KEYS)
         for start in range(begin, tl.minimum(split + SPLIT, seq_len), TILE_KEYS):
             token = start + tl.arange(0, TILE_KEYS)
@@ -80,20 +84,41 @@ def contiguous_attention_kernel(
             mask = visible[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + at, mask=mask, other=0.0)
             v = tl.load(v_ptr + at, mask=mask, other=0.0)  # zeros where hidden: a weight of 0 times NaN is NaN
-            split_max, split_sum, split_acc = attend_tile(q, k, v, visible, scale, split_max, split_sum, split_acc)
-        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
+            split_max, split_sums, split_acc = attend_tile(q, k, v, visible, scale, split_max, split_sums, split_acc)
+        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, the_sum(split_sums), split_acc)
     out = normalized(row_sum, acc)
     store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
 
 
 @triton.jit
-def attend_tile(q, k, v, visible, scale, row_max, row_sum, acc):
-    """Take one tile of keys [keys, D] into the state of a group of query heads. ``visible`` has one flag per key."""
+def attend_tile(q, k, v, visible, scale, row_max, row_sums, acc):
+    """Take one tile of keys [keys, D] into the state of some query heads. ``visible`` may be None, or a flag per key.
+
+    Row sums are a matrix product with ones. Matrix units add in the same order whatever the height of the tile and
+    the number of warps, which `tl.sum` does not; and its threads would have to wait for each other.
+    """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    # Replaced, not added to: -inf added to a NaN would stay NaN.
-    scores = tl.where(visible[None, :], scores, float("-inf"))
-    row_max, row_sum, acc = absorb(scores, v, row_max, row_sum, acc)
-    return row_max, row_sum, acc
+    if visible is not None:
+        # Replaced, not added to: -inf added to a NaN would stay NaN.
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+    row_max, weights, fade = weigh(scores, row_max)
+    weights = weights.to(v.dtype)
+    ones = tl.full([k.shape[0], SUM_COLUMNS], 1.0, v.dtype)
+    row_sums = tl.dot(weights, ones, row_sums * fade[:, None], input_precision="ieee")
+    acc = tl.dot(weights, v, acc * fade[:, None], input_precision="ieee")
+    return row_max, row_sums, acc
+
+
+@triton.jit
+def no_sums(TILE_GROUP: tl.constexpr):
+    """Return the row sums of query heads that have seen no key, as `attend_tile` takes them: equal columns."""
+    return tl.zeros([TILE_GROUP, SUM_COLUMNS], tl.float32)
+
+
+@triton.jit
+def the_sum(row_sums):
+    """Return one of the equal columns of a tile's row sums."""
+    return tl.max(row_sums, axis=1)
 
 
 @triton.jit

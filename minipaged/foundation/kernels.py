@@ -277,13 +277,18 @@ def absorb(scores, v, row_max, row_sum, acc):
     Source:
         Online normalizer calculation for softmax (arXiv 1805.02867); FlashAttention (arXiv 2205.14135).
     """
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing visible yet: -inf - -inf would be NaN
-    weights = tl.exp2(scores - pivot[:, None])
-    fade = tl.exp2(row_max - pivot)
+    new_max, weights, fade = weigh(scores, row_max)
     row_sum = row_sum * fade + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return new_max, row_sum, acc
+
+
+@triton.jit
+def weigh(scores, row_max):
+    """Return the new maximum of each row, the weight of each key, and the factor by which older sums fade."""
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing visible yet: -inf - -inf would be NaN
+    return new_max, tl.exp2(scores - pivot[:, None]), tl.exp2(row_max - pivot)
 
 
 @triton.jit

@@ -7,7 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-from minipaged.contiguous.kernels import SPLIT, attend_tile, first_visible, fold, load_group, no_keys, store_group
+from minipaged.contiguous.kernels import (
+    SPLIT,
+    attend_tile,
+    first_visible,
+    fold,
+    load_group,
+    no_keys,
+    no_sums,
+    store_group,
+    the_sum,
+)
 from minipaged.foundation.kernels import normalized
 from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, decode_tiles, padded
 from minipaged.shapes import Float, Int, Tensor
@@ -128,7 +138,8 @@ def attend_split(
 
     Loop invariant: the state holds the piece's visible tokens before ``start``, which is a multiple of TILE_KEYS.
     """
-    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
+    row_max, _, acc = no_keys(TILE_GROUP, TILE_DIM)
+    row_sums = no_sums(TILE_GROUP)
     begin = tl.maximum(split, first // TILE_KEYS * TILE_KEYS)
     for start in range(begin, tl.minimum(split + SPLIT, seq_len), TILE_KEYS):
         token = start + tl.arange(0, TILE_KEYS)
@@ -136,8 +147,8 @@ def attend_split(
         k, v = load_tokens(
             k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, visible, SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM
         )
-        row_max, row_sum, acc = attend_tile(q, k, v, visible, scale, row_max, row_sum, acc)
-    return row_max, row_sum, acc
+        row_max, row_sums, acc = attend_tile(q, k, v, visible, scale, row_max, row_sums, acc)
+    return row_max, the_sum(row_sums), acc
 
 
 @triton.jit

@@ -66,8 +66,8 @@ def paged_attention_padded(
 ) -> Float[Tensor, "B H D"]:
     """Gather the visible tokens of the whole batch, padded to the largest number of them, and attend in one call.
 
-    Padding takes the sequence's newest token: a masked weight is 0, and 0 times NaN would be NaN, so what stands there
-    must be a number. The G query heads of a KV head are given as G query tokens of one head, so K and V are not
+    Padding takes the sequence's first visible token: a masked weight is 0, and 0 times NaN would be NaN, so what stands
+    there must be a number. The G query heads of a KV head are given as G query tokens of one head, so K and V are not
     repeated.
     """
     num_seqs, _, head_dim = q.shape
@@ -78,7 +78,7 @@ def paged_attention_padded(
         return q.new_zeros(q.shape)
     place = torch.arange(length, device=q.device)
     visible = place < num_visible[:, None]  # [B, L]
-    token = torch.where(visible, (seq_lens - num_visible)[:, None] + place, seq_lens[:, None] - 1).clamp(min=0)
+    token = (seq_lens - num_visible)[:, None] + torch.where(visible, place, 0)
     block_ids = block_tables.gather(1, token // block_size).long()  # [B, L]
     slots = (block_ids * block_size + token % block_size).clamp(min=0).flatten()  # an empty row has no block
 

@@ -65,7 +65,7 @@ def test_a_window_of_4_over_7_tokens_shows_1_2_3_4_4_4_4_keys(form) -> None:
 
 def test_tiles_of_a_long_window_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = attention_inputs("window-across-tiles")
-    monkeypatch.setattr(reference, "WINDOW_TILE", 16)
+    monkeypatch.setattr(reference, "MASK_TILE", 16)
     for window in (1, 15, 16, 17, 50):
         fused = reference.causal_attention_sdpa(*inputs, window=window)
         torch.testing.assert_close(

@@ -7,7 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from minipaged.batching.ops import gather_blocks, ragged_paged_attention
 from minipaged.cases import AttentionCase, make_paged_inputs
+from minipaged.cases_batching import RAGGED_CASES, RAGGED_SPLIT_CASES, RaggedCase, make_ragged_inputs
 from minipaged.cases_ops import COPY_CASES, make_prefill_inputs
 from minipaged.foundation.ops import causal_attention, rms_norm
 from minipaged.paged.ops import paged_attention
@@ -44,14 +46,26 @@ def test_attention_does_not_depend_on_the_order_of_programs(dtype: torch.dtype):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("case", [RAGGED_CASES[4], RAGGED_SPLIT_CASES[1]], ids=str)
+def test_a_mixed_batch_does_not_depend_on_the_order_of_programs(case: RaggedCase):
+    inputs = make_ragged_inputs(case, torch.float16)
+    forwards = run_kernel(ragged_paged_attention, *inputs.args)
+    with last_program_first():
+        assert torch.equal(run_kernel(ragged_paged_attention, *inputs.args), forwards)
+
+
 def test_rows_and_copies_do_not_depend_on_the_order_of_programs():
     x = torch.randn(37, 128)
     forwards = run_kernel(rms_norm, x, x[0], 1e-5, residual=x)
     pool, pairs = COPY_CASES[2].make(torch.float32)
     expected = pool.clone()
     run_kernel(copy_blocks, expected, pairs)
+    gathered, backwards_gathered = torch.zeros_like(pool), torch.zeros_like(pool)
+    ids = torch.arange(pool.shape[-4]).flip(0)
+    run_kernel(gather_blocks, expected, ids, gathered)
     with last_program_first():
         backwards = run_kernel(rms_norm, x, x[0], 1e-5, residual=x)
         run_kernel(copy_blocks, pool, pairs)
-    assert torch.equal(pool, expected)
+        run_kernel(gather_blocks, pool, ids, backwards_gathered)
+    assert torch.equal(pool, expected) and torch.equal(gathered, backwards_gathered)
     assert all(torch.equal(one, other) for one, other in zip(forwards, backwards, strict=True))

@@ -120,3 +120,19 @@ def test_visible_keys_per_row_with_a_window_of_four():
             seen += bool(out[0, 0, 0] < 1)
         counts.append(seen)
     assert counts == [1, 2, 3, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("gone", [-1, 10**6])
+@pytest.mark.parametrize("seq_len", [9, 12, 13, 30])
+def test_blocks_before_the_window_are_not_looked_up_in_either_form(seq_len: int, gone: int):
+    case = AttentionCase("given-back", (seq_len, 40, 3), block_size=4, window=5)
+    inputs = make_paged_inputs(case)
+    expected = loop(inputs, case)
+    for row, length in enumerate(case.seq_lens):
+        num_gone = max(0, length - 5) // 4
+        for pool in (inputs.k_pool, inputs.v_pool):
+            pool[inputs.block_tables[row, :num_gone].long()] = float("nan")
+        inputs.block_tables[row, :num_gone] = gone
+    assert torch.equal(loop(inputs, case), expected)
+    out = paged_attention(*inputs.args, window=5, tier="torch")
+    torch.testing.assert_close(out, expected, atol=MAX_ERROR[torch.float32], rtol=0)

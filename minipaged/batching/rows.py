@@ -1,0 +1,63 @@
+"""The tensors of one forward pass: rows of tokens, each row a piece of one sequence."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from minipaged.batching.arena_cache import ArenaCache
+from minipaged.batching.cache import BatchingCache
+from minipaged.batching.ops import ragged_paged_attention
+from minipaged.batching.plan import Chunk
+from minipaged.shapes import UNUSED_BLOCK, Float, Int, Tensor
+from minipaged.tiers import Tier
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the model and attention have to know of a step's chunks.
+
+    ``logits_at`` are the tokens whose logits choose a next one, None where that is all of them.
+    """
+
+    token_ids: Int[Tensor, " T"]
+    positions: Int[Tensor, " T"]
+    slots: Int[Tensor, " T"]
+    logits_at: Int[Tensor, " R"] | None
+    block_tables: Int[Tensor, "B M"]
+    query_starts: Int[Tensor, " B+1"]
+    seq_lens: Int[Tensor, " B"]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], cache: BatchingCache | ArenaCache, device: torch.device) -> "Rows":
+        """Put the numbers of all chunks on the device."""
+
+        def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        ends = list(itertools.accumulate(chunk.stop - chunk.start for chunk in chunks))
+        at = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
+        tables = [cache.block_ids(chunk.member.seq_id) for chunk in chunks]
+        width = max(map(len, tables))
+        return cls(
+            token_ids=tensor(list(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks))),
+            positions=tensor([place for chunk in chunks for place in range(chunk.start, chunk.stop)]),
+            slots=tensor(list(itertools.chain.from_iterable(chunk.slots for chunk in chunks))),
+            logits_at=None if len(at) == ends[-1] else tensor(at),
+            block_tables=tensor([[*each, *[UNUSED_BLOCK] * (width - len(each))] for each in tables], torch.int32),
+            query_starts=tensor([0, *ends], torch.int32),
+            seq_lens=tensor([chunk.stop for chunk in chunks], torch.int32),
+        )
+
+    def attend(
+        self,
+        q: Float[Tensor, "T H D"],
+        k_pool: Float[Tensor, "N S K D"],
+        v_pool: Float[Tensor, "N S K D"],
+        window: int | None,
+        tier: Tier,
+    ) -> Float[Tensor, "T H D"]:
+        """Let every token attend to those of its sequence that it sees. Keys and values are written before."""
+        return ragged_paged_attention(
+            q, k_pool, v_pool, self.block_tables, self.query_starts, self.seq_lens, window=window, tier=tier
+        )
