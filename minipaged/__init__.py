@@ -2,28 +2,27 @@
 
 The package is a ladder. Each rung is a package of the same shape that adds one idea to the rung below:
 `foundation` (no cache), `contiguous` (one dense reservation per sequence), `paged` (blocks and block tables),
-`sharing` (copy-on-write), `batching` (continuous batching). `LLM` runs a model on any rung. Names are loaded when
-they are first used, so that ``import minipaged`` is quick.
+`sharing` (copy-on-write), `batching` (continuous batching), `prefix` (prefix caching). `LLM` runs a model on any
+rung. Names are loaded when they are first used, so that ``import minipaged`` is quick.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minipaged.batching.params import SamplingParams as SamplingParams
     from minipaged.errors import UserError as UserError
-    from minipaged.foundation.sequence import Metrics as Metrics
     from minipaged.foundation.sequence import Result as Result
     from minipaged.llm import LLM as LLM
     from minipaged.llm import use as use
+    from minipaged.prefix.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "minipaged.llm",
-    "Metrics": "minipaged.foundation.sequence",
+    "Metrics": "minipaged.prefix.metrics",
     "Result": "minipaged.foundation.sequence",
-    "SamplingParams": "minipaged.batching.params",
+    "SamplingParams": "minipaged.prefix.params",
     "UserError": "minipaged.errors",
     "use": "minipaged.llm",  # with it every part is known
 }

@@ -5,12 +5,14 @@ from dataclasses import fields
 from typing import Any
 
 from minipaged.batching.generate import CACHES
-from minipaged.batching.params import SamplingParams
-from minipaged.batching.preemption import Preemption
 from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, check_limits
+from minipaged.batching.preemption import Preemption
 from minipaged.contiguous.arena import RESERVATIONS
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
+from minipaged.prefix.eviction import make_policy
+from minipaged.prefix.generate import PREFIX_CACHES
+from minipaged.prefix.params import SamplingParams
 
 Prompt = str | Sequence[int]
 
@@ -29,17 +31,35 @@ def check_limit(max_model_len: int | None, config: ModelConfig) -> int:
     return max_model_len
 
 
-def check_scheduler_options(rung: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the scheduler's options that are set; refuse them on a rung without one, and those out of range."""
-    given = {name: value for name, value in options.items() if value is not None}
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "cache": ("batching", None),
+    "max_num_seqs": ("batching", None),
+    "max_num_batched_tokens": ("batching", None),
+    "preemption": ("batching", None),
+    "prefix_cache": ("prefix", "hash"),
+    "eviction_policy": ("prefix", None),
+}
+"""The options that not every rung with a cache has: the rung that added each, and the default."""
+
+
+def check_engine_options(rung: str, rungs: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are set away from their default; refuse what the rung does not know or nobody does."""
+    given = {name: value for name, value in options.items() if value != OPTIONS[name][1]}
     for name, value in given.items():
-        if rung != "batching":
-            raise UserError(f"rung {rung!r} does not know {name} ({value!r} was given); rung 'batching' has it")
+        owner = OPTIONS[name][0]
+        if rungs.index(owner) > rungs.index(rung):
+            raise UserError(f"rung {rung!r} does not know {name} ({value!r} was given); rung {owner!r} has it")
     if given.get("cache", "paged") not in CACHES:
         raise UserError(f"cache must be one of {', '.join(CACHES)}, not {given['cache']!r}")
+    if given.get("prefix_cache") not in (None, *PREFIX_CACHES):
+        raise UserError(f"prefix_cache must be {', '.join(PREFIX_CACHES)} or None, not {given['prefix_cache']!r}")
+    if given.get("cache") == "contiguous" and given.get("prefix_cache") is not None:
+        raise UserError("the contiguous cache cannot share, so it has no prefix_cache; cache 'paged' has it")
     if "preemption" in given:
         Preemption(given["preemption"])  # the one place that knows the policies
-    if rung == "batching":
+    if "eviction_policy" in given:
+        make_policy(given["eviction_policy"])
+    if rungs.index(rung) >= rungs.index("batching"):
         check_limits(given.get("max_num_seqs"), given.get("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS))
     return given
 
@@ -58,8 +78,8 @@ def check_cache_options(
         )
     if reservation is not None and rung != "contiguous" and cache != "contiguous":
         raise UserError(
-            f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it, and rung 'batching' with "
-            "cache='contiguous'"
+            f"rung {rung!r} reserves nothing, so no reservation; rung 'contiguous' has it, and those from 'batching' "
+            "up with cache='contiguous'"
         )
     if reservation not in (None, *RESERVATIONS):
         raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")

@@ -53,7 +53,7 @@ PREFILL_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles
 # program. All others bring the operands into registers first, and may have no more than 99 KB.
 PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
 # A shared prefix has as many rows as there are heads and sequences, and the keys of DECODE_TILES: see `prefix_tiles`.
-PREFIX_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 32, 8, 2)}
+PREFIX_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)

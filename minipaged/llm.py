@@ -13,13 +13,12 @@ from minipaged.arguments import (
     as_batch,
     as_params,
     check_cache_options,
+    check_engine_options,
     check_limit,
     check_prompt_type,
-    check_scheduler_options,
     owned_params,
 )
 from minipaged.batching.generate import Engine as BatchingEngine
-from minipaged.batching.params import SamplingParams
 from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
@@ -29,16 +28,19 @@ from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
-from minipaged.foundation.weights import load_config, load_model, resolve_model
+from minipaged.foundation.weights import load_config, load_model, resolve_model, weights_identity
 from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
+from minipaged.prefix.generate import Engine as PrefixEngine
+from minipaged.prefix.params import SamplingParams
 from minipaged.progress import Progress, progress_bar
 from minipaged.sharing.generate import Engine as SharingEngine
 from minipaged.tiers import Tier, check_tier
 from minipaged.tiers import use as use
 
 ENGINES = {
-    engine.rung: engine for engine in (FoundationEngine, ContiguousEngine, PagedEngine, SharingEngine, BatchingEngine)
+    engine.rung: engine
+    for engine in (FoundationEngine, ContiguousEngine, PagedEngine, SharingEngine, BatchingEngine, PrefixEngine)
 }
 """The engine of every rung that exists, lowest first."""
 
@@ -79,14 +81,19 @@ class LLM:
         max_model_len: Most tokens of a sequence; None is the model's own limit. A higher one is refused.
         revision: The hub revision of the model.
         reservation: What a sequence reserves on rung ``contiguous``: ``"max"`` (the default), ``"pow2"`` or
-            ``"oracle"``; the last two take a request's ``max_tokens`` for the true length of its output. Rung
-            ``batching`` has it too, with ``cache="contiguous"``.
-        cache: What rung ``batching`` schedules over: ``"paged"`` (the default) or ``"contiguous"``.
-        max_num_seqs: Most sequences that run at a time on rung ``batching``; None is 256, or
+            ``"oracle"``; the last two take a request's ``max_tokens`` for the true length of its output. The rungs
+            from ``batching`` up have it too, with ``cache="contiguous"``.
+        cache: What the scheduler works over, from rung ``batching`` up: ``"paged"`` (the default) or
+            ``"contiguous"``.
+        max_num_seqs: Most sequences that run at a time, from rung ``batching`` up; None is 256, or
             ``max_num_batched_tokens`` where that is smaller.
         max_num_batched_tokens: Most tokens of one step there; None is 8192.
         preemption: What happens there to a request that is sent away when blocks run out: ``"recompute"``,
             ``"swap"`` or ``"auto"`` (the default), which takes what is quicker.
+        prefix_cache: How rung ``prefix`` finds blocks again: ``"hash"`` (the default) by digests of whole blocks,
+            ``"radix"`` in a tree, to the token; None does not.
+        eviction_policy: Which cached block rung ``prefix`` gives up first: ``"lru"`` (the default), the one that
+            was used longest ago.
 
     Raises:
         UserError: Something of this cannot be had. The message names it and the limit.
@@ -115,16 +122,21 @@ class LLM:
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
         preemption: str | None = None,
+        prefix_cache: str | None = "hash",
+        eviction_policy: str | None = None,
     ):
         self.rung = check_rung(rung)
         check_tier(tier)
-        scheduling = check_scheduler_options(
+        chosen = check_engine_options(
             self.rung,
+            RUNGS,
             {
                 "cache": cache,
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "preemption": preemption,
+                "prefix_cache": prefix_cache,
+                "eviction_policy": eviction_policy,
             },
         )
         check_cache_options(self.rung, block_size, num_blocks, reservation, cache)
@@ -163,8 +175,10 @@ class LLM:
         }
         if num_blocks is not None:
             options |= {"num_blocks": num_blocks, "block_size": block_size, "reservation": reservation or "max"}
+        if RUNGS.index(self.rung) >= RUNGS.index("prefix"):
+            options["weights_identity"] = weights_identity(folder)
         engine_type: Any = ENGINES[self.rung]
-        self.engine = engine_type(self.model, engine_type.options_type(**options, **scheduling))
+        self.engine = engine_type(self.model, engine_type.options_type(**options, **chosen))
         self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
 
     def generate(

@@ -95,8 +95,9 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 def poisoned_caches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Let every slot that holds no sequence's token hold NaN, in every engine, before the first step and after each.
 
-    An engine that reads a slot nobody wrote, or one of a sequence that has left, then shows NaN in its logits. A test
-    that is parametrized with this fixture (``indirect=True``) names another poison.
+    What a prefix cache keeps for later stays too. An engine that reads a slot nobody wrote, or one of a sequence that
+    has left, then shows NaN in its logits. A test that is parametrized with this fixture (``indirect=True``) names
+    another poison.
     """
     from minipaged.contiguous.generate import Engine
 
@@ -108,21 +109,23 @@ def poisoned_caches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
         self.kv.fill_(poison)
 
     def poisoned_step(self: Any) -> Any:
-        outputs = step(self)
-        is_owned = torch.zeros(self.kv.shape[2] * self.kv.shape[3], dtype=torch.bool)
-        is_owned[owned_slots(self)] = True
-        self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = poison
-        return outputs
+        try:
+            return step(self)
+        finally:
+            is_owned = torch.zeros(self.kv.shape[2] * self.kv.shape[3], dtype=torch.bool)
+            is_owned[owned_slots(self)] = True
+            self.kv.view(*self.kv.shape[:2], len(is_owned), -1)[:, :, ~is_owned] = poison
 
     monkeypatch.setattr(Engine, "__init__", poisoned_init)
     monkeypatch.setattr(Engine, "step", poisoned_step)
 
 
 def owned_slots(engine: Any) -> list[int]:
-    """Return the slots that hold keys and values of a running sequence's token."""
+    """Return the slots that hold keys and values of a running sequence's token, or of one that can be found again."""
     cache = engine.cache
     if hasattr(engine, "scheduler"):
-        return [slot for group in engine.scheduler.running for slot in computed_slots(cache, group)]
+        running = [slot for group in engine.scheduler.running for slot in computed_slots(cache, group)]
+        return running + (cached_slots(cache) if hasattr(cache, "index") else [])
     if hasattr(cache, "tables"):
         return [slot for table in cache.tables.values() for slot in table.slots(0, table.num_tokens)]
     return [own.start + i for own in cache.ranges.values() for i in range(own.num_tokens)]
@@ -140,6 +143,17 @@ def computed_slots(cache: Any, group: Any) -> list[int]:
         released = cache.tables[member.seq_id].num_released * cache.pool.block_size if hasattr(cache, "tables") else 0
         slots += cache.slots(member.seq_id, released, max(released, member.num_computed))
     return slots
+
+
+def cached_slots(cache: Any) -> list[int]:
+    """Return the slots of all tokens that the index of a prefix cache knows, whoever uses them now."""
+    entries = cache.index._entry_of if hasattr(cache.index, "_entry_of") else cache.index._node_of
+    size = cache.pool.block_size
+    return [
+        slot
+        for block_id, entry in entries.items()
+        for slot in range(block_id * size, block_id * size + len(entry.token_ids))
+    ]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -30,7 +30,18 @@ LADDER = [
     ["offload"],
     ["distributed"],
     ["fast"],
-    ["arguments", "machine", "cases", "cases_ops", "cases_batching", "triton_support", "llm", "viz", "__init__"],
+    [
+        "arguments",
+        "machine",
+        "cases",
+        "cases_ops",
+        "cases_batching",
+        "cases_prefix",
+        "triton_support",
+        "llm",
+        "viz",
+        "__init__",
+    ],
     ["chat", "bench", "lab", "server", "compile_gate"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LADDER) for name in names}

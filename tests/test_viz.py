@@ -10,6 +10,9 @@ from minipaged.contiguous.arena import Arena
 from minipaged.paged.block_pool import BlockPool
 from minipaged.paged.block_table import BlockTable
 from minipaged.paged.cache import PagedCache
+from minipaged.prefix.cache import PrefixCache, PrefixRoom
+from minipaged.prefix.eviction import LRU
+from minipaged.prefix.hash_chain import HashChain
 from minipaged.viz import (
     DECODE_COLOR,
     FREE_GREY,
@@ -314,3 +317,24 @@ def test_shared_blocks_are_hatched_in_svg_and_others_are_not() -> None:
 
 def test_a_long_block_table_in_svg_says_what_it_leaves_out() -> None:
     assert "... 436 more blocks" in SVGS["long-table"]()
+
+
+def test_cached_blocks_that_nobody_uses_are_free_and_have_a_mark_of_their_own():
+    view = PoolView(8, 4, (TableView(0, (7, 2), 8),), frozenset({0, 1, 3, 4, 5, 6}), cached_ids=frozenset({3, 4}))
+    drawn = str(draw_pool(view, width=40))
+    assert "8 blocks of 4 slots, 2 used, 6 free (2 of them cached)" in drawn
+    assert "3 ====" in drawn and "4 ====" in drawn and "= free, content cached" in drawn
+    assert "0 ..A==..A" in str(draw_pool(view, width=40, max_rows=1))
+    assert "free, content cached" in draw_pool_svg(view)
+    assert "free, content cached" not in draw_pool_svg(PoolView(8, 4, view.tables, view.free_ids))
+
+
+def test_the_view_of_a_pool_that_remembers_tells_cached_from_free():
+    cache = PrefixCache(4, 4, None, HashChain("model", 4), LRU())
+    prompt = list(range(9))
+    cache.allocate(PrefixRoom([7], [9], 0, 1, [prompt], "", [8]))
+    cache.note_computed(7, 9, prompt)
+    assert view_cache(cache).cached_ids == frozenset()
+    cache.free(7)
+    view = view_cache(cache)
+    assert view.cached_ids == {0, 1} and view.free_ids == {0, 1, 2, 3}

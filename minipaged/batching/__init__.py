@@ -11,7 +11,8 @@ is formed anew at every step, of the tokens of prompts (p) and of answers (a):
 Long prompts are cut into chunks that fit beside the others' tokens, so no answer stops for them. A request enters as
 soon as the blocks of its prompt are free. That is a bet: all of them may grow until no block is left. Then the newest
 is sent away. Its blocks are thrown away and computed again later, or moved to CPU memory and back; its tokens, its
-text and its noise are kept either way, so nobody can tell afterwards.
+text and its noise are kept either way. (What was moved has the same bits. What was computed again may round otherwise
+in half precision, as a chunk where it was decoded before.)
 
                  enter                              end
       waiting ----------> running -----------------------> done

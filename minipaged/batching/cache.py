@@ -122,9 +122,9 @@ class PartialTable(BlockTable):
 
 @dataclass
 class Swapped:
-    """How the blocks of a request hung together when it was swapped out.
+    """The block tables of a request that was swapped out, with places in its swap space instead of block ids.
 
-    ``tables`` are its block tables, with places in its swap space for block ids; ``num_blocks`` is the space's size.
+    The space has ``num_blocks`` places. One that several tables name is a shared block, which moves once.
     """
 
     num_blocks: int

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from minipaged.batching.arena_cache import ArenaCache
 from minipaged.batching.cache import BatchingCache
-from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, check_sequences
 from minipaged.batching.params import SamplingParams
 from minipaged.batching.plan import Chunk, NextToken, Plan
 from minipaged.batching.preemption import Policy, Preemption
@@ -28,7 +28,8 @@ from minipaged.sharing.family import Family, num_sequences
 from minipaged.sharing.generate import Engine as SharingEngine
 from minipaged.sharing.ops import copy_blocks
 
-CACHES = ("paged", "contiguous")
+CacheKind = Literal["paged", "contiguous"]
+CACHES = get_args(CacheKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class EngineOptions(ContiguousOptions):
         preemption: What happens to a request that is sent away; see `Preemption`.
     """
 
-    cache: Literal["paged", "contiguous"] = "paged"
+    cache: CacheKind = "paged"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS
     preemption: Policy = "auto"
@@ -82,9 +83,13 @@ class Engine(SharingEngine):
 
     def make_bookkeeping(self, num_blocks: int, block_size: int) -> BatchingCache:
         """Make a pool without promises."""
+        return BatchingCache(num_blocks, block_size, self.window)
+
+    @property
+    def window(self) -> int | None:
+        """Return how many tokens a layer sees at most, None if one of them sees all."""
         windows = self.model.config.layer_windows
-        window = max(each for each in windows if each) if all(windows) else None
-        return BatchingCache(num_blocks, block_size, window)
+        return max(windows) if all(windows) else None  # type: ignore[type-var]
 
     def make_scheduler(self, preemption: Preemption) -> Scheduler:
         """Make the scheduler over ``cache``."""
@@ -124,11 +129,7 @@ class Engine(SharingEngine):
 
     def check_prompt(self, prompt_token_ids: Iterable[int], params: FoundationParams) -> list[int]:
         """Refuse what may never run."""
-        if num_sequences(params) > self.scheduler.max_num_seqs:
-            raise UserError(
-                f"the request has {num_sequences(params)} sequences; at most {self.scheduler.max_num_seqs} run at a "
-                "time (max_num_seqs)"
-            )
+        check_sequences(num_sequences(params), self.scheduler.max_num_seqs)
         if num_sequences(params) > 1 and isinstance(self.cache, ArenaCache):
             raise UserError(
                 f"the request has {num_sequences(params)} sequences; the contiguous cache cannot share, so it "
@@ -195,7 +196,7 @@ class Engine(SharingEngine):
             members.clear()
             return leader
         family.indices.remove(index)
-        self.scheduler.groups[leader.request_id].num_sequences -= 1
+        self.scheduler.drop_seat(leader.request_id)
         gone = self._without_text(leader, index=index, seed=child_seed(family.seed, index))
         leader.index, leader.seed = family.indices[0], child_seed(family.seed, family.indices[0])
         return gone

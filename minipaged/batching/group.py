@@ -14,6 +14,7 @@ class Member:
         token_ids: Prompt and output.
         num_computed: How many of its first tokens have keys and values in the cache.
         target: How many its prefill computes; it has slots for them from the start.
+        num_found: How many were in the cache when it entered, whatever the group's first sequence computes for it.
         is_gone: Whether it was aborted.
     """
 
@@ -21,6 +22,7 @@ class Member:
     token_ids: list[int]
     num_computed: int = 0
     target: int = 0
+    num_found: int = 0
     is_gone: bool = False
 
 
@@ -52,6 +54,7 @@ class Group:
     is_decoding: bool = False
     swapped: Swapped | None = None
     num_preemptions: int = 0
+    waiting_room: Room | None = None  # what `room` returned; nothing of it changes while the group waits
     is_gone: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +79,8 @@ class Group:
         """Return what the group needs of the cache to enter, or to come back and compute everything again.
 
         A lone sequence computes all its tokens, and the newest one's logits choose the next. Several stop one short
-        of it and then decode together, since beams must be compared at the same step.
+        of it and then decode together, since beams must be compared at the same step. They share whole blocks of what
+        all of them have in common; beams that shared more than that in pairs compute it each for itself.
         """
         is_lone = len(self.members) == 1
         lengths = [len(member.token_ids) - (not is_lone) for member in self.members]
@@ -84,8 +88,11 @@ class Group:
 
     def num_tokens_computed(self) -> int:
         """Return how many tokens would have to be computed again; what all members have in common counts once."""
-        common = min(self._num_common(), *(member.num_computed for member in self.members))
-        return sum(member.num_computed - common for member in self.members) + common
+        first, *others = self.members
+        common = self._num_common()
+        # The others begin behind what the first one computes for them, even before it has.
+        own = sum(max(0, member.num_computed - common) for member in others) if first.num_computed >= common else 0
+        return first.num_computed + own
 
     def _num_common(self) -> int:
         """Return how many first tokens all members have in common; 0 for a lone one."""

@@ -9,6 +9,14 @@ MAX_NUM_BATCHED_TOKENS = 8192
 """Tokens of one step when nobody says: enough to keep a GPU's matrix units busy, few enough for small activations."""
 
 
+def check_sequences(num_sequences: int, max_num_seqs: int) -> None:
+    """Refuse a request of more sequences than may run at a time: it would wait for ever."""
+    if num_sequences > max_num_seqs:
+        raise UserError(
+            f"the request has {num_sequences} sequences; at most {max_num_seqs} run at a time (max_num_seqs)"
+        )
+
+
 def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int) -> None:
     """Refuse limits of a step that are no numbers from 1, and more sequences than one step has tokens."""
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):

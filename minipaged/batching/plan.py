@@ -34,7 +34,7 @@ class Chunk:
     """Tokens ``start`` to ``stop - 1`` of one sequence, which the step runs through the model.
 
     ``slots`` says where their keys and values go. ``is_sampled`` is set if the last of them is the sequence's newest
-    token, so that its logits choose the next one.
+    token: its logits choose the next one.
     """
 
     group: Group

@@ -1,16 +1,16 @@
 """Who is sent away when blocks run out, and what becomes of its keys and values."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from minipaged.batching.group import Group
-from minipaged.errors import UserError
-from minipaged.tiers import declare_part
+from minipaged.errors import AccountingError, UserError
+from minipaged.tiers import declare_part, replacement
 
 declare_part("choose_victim", "(groups) -> Group; picks who is sent away, of groups in the order of their turn")
 
 Policy = Literal["auto", "recompute", "swap"]
-POLICIES = ("auto", "recompute", "swap")
+POLICIES = get_args(Policy)
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,10 @@ class Preemption:
     """Choose between throwing blocks away and computing them again, and moving them to CPU memory and back.
 
     Computing again takes time for every token, moving takes time for every block, there and back. "auto" takes
-    whatever is quicker by these two numbers: a small model on a fast GPU computes again, a large one moves, and so
-    does any model on a CPU, where moving is a copy in the same memory. Whoever has nothing computed yet has nothing
-    to move. When the swap space is full, everybody computes again.
+    whatever is quicker by these two numbers. What decides is how large the model is for the keys and values of a
+    token: on a fast GPU Qwen3-0.6B computes again and Llama-3.1-8B moves; on a CPU, where moving is a copy within the
+    same memory, all of them move. Whoever has nothing computed yet has nothing to move. When the swap space is full,
+    everybody computes again.
 
     Args:
         policy: "recompute", "swap" or "auto".
@@ -71,5 +72,18 @@ class Preemption:
 
 
 def choose_victim(groups: list[Group]) -> Group:
-    """Send away the newest of the lowest priority: it has done the least, and so everybody before it gets done."""
+    """Send away the newest of the lowest priority, so that everybody before it gets done."""
     return groups[-1]
+
+
+def pick_victim(groups: list[Group]) -> Group:
+    """Ask `choose_victim`, or what has taken its place.
+
+    Raises:
+        AccountingError: It returned a group that it was not given.
+    """
+    victim = (replacement("choose_victim") or choose_victim)(groups)
+    if victim not in groups:
+        names = [each.request_id for each in groups]
+        raise AccountingError(f"choose_victim returned none of the groups that it was given, requests {names}")
+    return victim

@@ -1,7 +1,7 @@
 """The tensors of one forward pass: rows of tokens, each row a piece of one sequence."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,6 +48,30 @@ class Rows:
             query_starts=tensor([0, *ends], torch.int32),
             seq_lens=tensor([chunk.stop for chunk in chunks], torch.int32),
         )
+
+    def split(self, num_rows: int) -> tuple["Rows", "Rows"]:
+        """Return the first rows, which have one token each, and the others."""
+        first = replace(
+            self,
+            token_ids=self.token_ids[:num_rows],
+            positions=self.positions[:num_rows],
+            slots=self.slots[:num_rows],
+            logits_at=None,
+            block_tables=self.block_tables[:num_rows],
+            query_starts=self.query_starts[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+        )
+        others = replace(
+            self,
+            token_ids=self.token_ids[num_rows:],
+            positions=self.positions[num_rows:],
+            slots=self.slots[num_rows:],
+            logits_at=None,
+            block_tables=self.block_tables[num_rows:],
+            query_starts=self.query_starts[num_rows:] - num_rows,
+            seq_lens=self.seq_lens[num_rows:],
+        )
+        return first, others
 
     def attend(
         self,

@@ -6,11 +6,11 @@ from operator import attrgetter
 
 from minipaged.batching.cache import Cache
 from minipaged.batching.group import Group, Member
-from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, check_limits
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, check_limits, check_sequences
 from minipaged.batching.plan import Act, Chunk, Event, NextToken, Plan, Swap, chunk_size
-from minipaged.batching.preemption import Preemption, choose_victim
+from minipaged.batching.preemption import Preemption, pick_victim
 from minipaged.batching.queue import WaitingQueue
-from minipaged.errors import AccountingError, UserError
+from minipaged.errors import AccountingError
 from minipaged.tiers import declare_part, replacement
 
 declare_part("plan_step", "(scheduler) -> Plan; decides what the next step computes")
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Return how many requests wait, those that were sent away included."""
+        """Return how many requests wait."""
         return len(self.groups) - len(self.running)
 
     def add(
@@ -120,18 +120,15 @@ class Scheduler:
             max_output_tokens: The most tokens that a sequence will generate. The caller sees to it that prompt,
                 output and forks fit into an otherwise empty cache.
             num_sequences: The most sequences that it will have at a time.
-            priority: Lower enters first and is sent away last.
+            priority: Lower goes first.
 
         Raises:
             UserError: It has more sequences than may run.
         """
-        if num_sequences > self.max_num_seqs:
-            raise UserError(
-                f"the request has {num_sequences} sequences; at most {self.max_num_seqs} run (max_num_seqs)"
-            )
+        check_sequences(num_sequences, self.max_num_seqs)
         assert request_id not in self.groups and prompt_token_ids
-        first = Member(seq_id, list(prompt_token_ids))
-        group = self.group_type(request_id, [first], num_sequences, max_output_tokens, priority, self.num_arrived)
+        members = [Member(seq_id, list(prompt_token_ids))]
+        group = self.group_type(request_id, members, num_sequences, max_output_tokens, priority, self.num_arrived)
         self.num_arrived += 1
         self.groups[request_id] = group
         self.waiting.push(group)
@@ -147,9 +144,10 @@ class Scheduler:
         group = self.groups.get(request_id)
         gone = next((member for member in group.members if member.seq_id == seq_id), None) if group else None
         if group is None or gone is None:
-            return None
+            return
         if len(group.members) == 1:
-            return self.abort(request_id)
+            self.abort(request_id)
+            return
         first = group.members[0]
         group.members.remove(gone)
         gone.is_gone = True
@@ -158,12 +156,17 @@ class Scheduler:
             self.cache.free(seq_id)
         elif group.swapped:
             del group.swapped.tables[seq_id]
+        group.waiting_room = None
         if gone is first and not group.is_decoding:  # the next one computes what they share
-            group.members[0].num_computed = min(group.members[0].num_computed, first.num_computed)
-        if group.is_running or group.swapped:  # perhaps nobody else lacked anything
-            group.is_decoding = group.is_decoding or group.is_prefilled
+            heir = group.members[0]
+            heir.num_computed = min(heir.num_computed, max(first.num_computed, heir.num_found))
+        if group.is_running or group.swapped:
+            group.is_decoding |= group.is_prefilled  # perhaps nobody else lacked anything
         self._tell("finish", group, seq_id, reason="abort")
-        return None
+
+    def drop_seat(self, request_id: int) -> None:
+        """Hear that a request will fork into one sequence less than it was queued with."""
+        self.groups[request_id].num_sequences -= 1
 
     # -- one step
 
@@ -177,13 +180,12 @@ class Scheduler:
         plan = Plan()
         num_running = len(self.running)
         self._decode(plan)
-        for group in self.running:
-            if not group.is_decoding:
-                self._prefill(group, plan)
+        for group in [group for group in self.running if not group.is_decoding]:
+            self._prefill(group, plan)
         if len(self.running) == num_running:  # else somebody was just sent away for want of room
             self._admit(plan)
         if not self.running and (group := self.waiting.first()) is not None:
-            raise AccountingError(f"request {group.request_id} can never enter: {self._reason_to_wait(group, plan)}")
+            raise AccountingError(f"request {group.request_id} can never enter: {self._reason_to_wait(group, plan, 0)}")
         return plan
 
     def update(self, plan: Plan, tokens: Iterable[NextToken]) -> None:
@@ -241,11 +243,7 @@ class Scheduler:
         while not self.cache.can_append(group.seq_ids):
             if len(self.running) == 1:
                 raise AccountingError(f"request {group.request_id} has outgrown the cache, and nobody else runs")
-            candidates = self.running[place:]
-            victim = (replacement("choose_victim") or choose_victim)(candidates)
-            if victim not in candidates:
-                names = [each.request_id for each in candidates]
-                raise AccountingError(f"choose_victim returned none of the groups that it was given, requests {names}")
+            victim = pick_victim(self.running[place:])
             self._preempt(victim, plan, f"request {group.request_id} needs a block")
             if victim is group:
                 return False
@@ -257,8 +255,7 @@ class Scheduler:
             start = member.num_computed
             slot = self.cache.append(member.seq_id)
             plan.add(Chunk(group, member, start, start + 1, [slot], True))
-            if self.listener:
-                self._tell("decode", group, member.seq_id, 1)
+            self._tell("decode", group, member.seq_id, 1)
         self._take_copies(group, plan)
 
     def _take_copies(self, group: Group, plan: Plan) -> None:
@@ -280,21 +277,21 @@ class Scheduler:
 
     def _admit(self, plan: Plan) -> None:
         """Let requests enter in the order of their turn, as long as there are seats, tokens and slots."""
+        num_seats = sum(group.num_sequences for group in self.running)  # taken
         while (group := self.waiting.first()) is not None:
-            reason = self._reason_to_wait(group, plan)
+            reason = self._reason_to_wait(group, plan, num_seats)
             if reason:
                 self._tell("wait", group, reason=reason)
                 return
             self.waiting.pop()
             self._enter(group, plan)
+            num_seats += group.num_sequences
 
-    def _reason_to_wait(self, group: Group, plan: Plan) -> str | None:
-        num_seats = sum(each.num_sequences for each in self.running)
+    def _reason_to_wait(self, group: Group, plan: Plan, num_seats: int) -> str | None:
+        """Return why the group cannot enter now, while ``num_seats`` are taken; None if it can."""
         if num_seats + group.num_sequences > self.max_num_seqs:
             return f"needs {group.num_sequences} of {self.max_num_seqs} seats, {num_seats} are taken (max_num_seqs)"
-        num_tokens = plan.num_tokens
-        wanted = len(group.members) if group.is_decoding else 1
-        if num_tokens + wanted > self.max_num_batched_tokens:
+        if plan.num_tokens + len(group.members) > self.max_num_batched_tokens:
             return f"the step has its {self.max_num_batched_tokens} tokens (max_num_batched_tokens)"
         # One that was sent away comes back only if everybody can grow by a block after that, or it would be sent away
         # again at once. With nobody else there the cache is its own.
@@ -303,9 +300,11 @@ class Scheduler:
             if not self.cache.can_swap_in(group.swapped, headroom):
                 spare = f" and {headroom} to spare" if headroom else ""
                 return f"needs {len(group.swapped.used_places)} blocks{spare} to be swapped in"
-        elif not self.cache.can_admit(group.room(), headroom):
-            return self.cache.shortage(group.room(), headroom)
-        return None
+            return None
+        room = group.waiting_room = group.waiting_room or group.room()
+        if self.cache.can_admit(room, headroom):
+            return None
+        return self.cache.shortage(room, headroom) if self.listener or not self.running else "the cache is full"
 
     def _enter(self, group: Group, plan: Plan) -> None:
         """Give a group its slots and its first tokens of this step."""
@@ -316,7 +315,8 @@ class Scheduler:
             plan.swaps_in.append(Swap(group.request_id, pairs))
             self._tell("swap", group, reason=f"{len(pairs)} blocks in")
         else:
-            room = group.room()
+            room = group.waiting_room or group.room()
+            group.waiting_room = None
             starts = self.cache.allocate(room)
             for member, target, start in zip(group.members, room.lengths, starts, strict=True):
                 member.target, member.num_computed = target, start
@@ -374,9 +374,13 @@ class Scheduler:
         if not group.members:
             del self.groups[group.request_id]
             self._leave(group, "done")
+        for token in [token for token in tokens if token.is_last and group.members]:  # the others go on
+            self._tell("finish", group, token.seq_id, reason="done")
 
     def _leave(self, group: Group, reason: str) -> None:
         group.is_gone = True
+        if not group.is_running:
+            self.waiting.note_gone()
         if group.is_running:
             self.running.remove(group)
             group.is_running = False
@@ -389,8 +393,6 @@ class Scheduler:
         if group.swapped:
             self.num_swapped_blocks -= group.swapped.num_blocks
             group.swapped = None
-
-    # -- events
 
     def _tell(self, act: Act, group: Group, seq_id: int | None = None, num_tokens: int = 0, reason: str = "") -> None:
         if self.listener:

@@ -10,6 +10,7 @@ BENCHES = {
     "bookkeeping": "seconds that the caches' bookkeeping takes, by size of the pool",
     "cpu": "speed against transformers.generate and resident memory, on the CPU",
     "evidence": "the tests that need a GPU: which ran, on what, and how they ended",
+    "prefix": "what the prefix cache costs without hits and saves with them, and whether its size matters",
     "scheduler": "time of one step of the scheduler, by running sequences, queue and pool",
     "ladder": "one workload on every rung at the same memory: speed, sequences held, and where the slots go",
 }

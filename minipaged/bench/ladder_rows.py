@@ -45,6 +45,8 @@ ROWS = (
         for policy in RESERVATIONS
     ),
     Row("batching", "paged", {"cache": "paged"}, is_static=False),
+    Row("prefix", "paged hash", {"prefix_cache": "hash"}, is_static=False),
+    Row("prefix", "paged radix", {"prefix_cache": "radix"}, is_static=False),
 )
 
 

@@ -54,7 +54,8 @@ class Answer:
 
     ``finish_reason`` is "stop", "length" or "abort"; ``is_context_full`` tells a "length" for want of room from one
     that ``max_tokens`` asked for. ``memory`` is the cache just before the answer's slots were given back, None on a
-    rung without a cache. ``seed`` makes the answer again, None where the engine drew one. Times are in seconds.
+    rung without a cache. ``seed`` makes the answer again, None where the engine drew one. ``num_hit_tokens`` of the
+    prompt were found in the cache. Times are in seconds.
     """
 
     text: str
@@ -66,12 +67,15 @@ class Answer:
     total_time: float
     memory: Memory | None
     seed: int | None = None
+    num_hit_tokens: int = 0
 
     def __str__(self) -> str:
         """Return the line that stands under an answer."""
         parts = [_speed(self.num_tokens, self.total_time)]
         if self.time_to_first_token is not None:
             parts.append(f"first token {self.time_to_first_token:.2f} s")
+        if self.num_hit_tokens:
+            parts.append(f"{self.num_hit_tokens} of {self.num_prompt_tokens} prompt tokens from the cache")
         parts.append(str(self.memory) if self.memory else "no cache")
         if self.finish_reason == "abort":
             parts.append("stopped")
@@ -105,6 +109,7 @@ class Progress:
         self.num_tokens = 0
         self.time_to_first_token: float | None = None
         self.finish_reason: str | None = None
+        self.num_hit_tokens = 0
 
     def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
         """Take a piece of the answer."""
@@ -128,4 +133,5 @@ class Progress:
             total_time=(self.end or time.perf_counter()) - self.start,
             memory=memory,
             seed=self.seed,
+            num_hit_tokens=self.num_hit_tokens,
         )

@@ -118,6 +118,9 @@ class Repl:
             )
             self.screen.note(f"The cache at the end of the last {name}:")
             self.screen.draw(self.session.memory)
+            num_cached = self.session.llm.stats()["cached_blocks"]
+            if num_cached:
+                self.screen.note(f"{num_cached} blocks are cached now, for a later prompt that begins in the same way.")
 
     def do_rung(self, argument: str) -> None:
         """/rung [NAME]: show the rungs of the ladder, or change to one and keep the conversation."""

@@ -220,6 +220,9 @@ class ChatSession:
                     pieces = [""] * len(progresses)
                     for chunk in step:
                         progresses[chunk.index].add(chunk.text, len(chunk.token_ids), chunk.finish_reason)
+                        if chunk.result is not None:  # a rung without a prefix cache counts no hits
+                            hits = getattr(chunk.result.metrics, "num_hit_tokens", 0)
+                            progresses[chunk.index].num_hit_tokens = hits
                         pieces[chunk.index] += chunk.text
                     yield pieces
                     if self._is_stopping:

@@ -190,6 +190,12 @@ def find_tensors(folder: Path) -> dict[str, Path]:
     return held
 
 
+def weights_identity(folder: Path) -> str:
+    """Return text that changes when the weights do: name, size and time of every file that holds some."""
+    files = sorted(set(find_tensors(folder).values()))
+    return ";".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
+
+
 def _no_weights(folder: Path) -> str:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:

@@ -2,10 +2,11 @@
 
 from minipaged.viz.drawing import Span
 
-FREE, EMPTY, LOST, SHARED, MIXED, UNOWNED = ".", "_", "-", "#", "+", "?"
+FREE, CACHED, EMPTY, LOST, SHARED, MIXED, UNOWNED = ".", "=", "_", "-", "#", "+", "?"
 
 NOTES = {
     FREE: "free",
+    CACHED: "free, content cached",
     EMPTY: "taken, empty",
     LOST: "lost to rounding",
     SHARED: "shared",

@@ -14,6 +14,7 @@ _FONT = 'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11"'
 _INK = "#333333"
 _INK_ON_HALO = f'fill="{_INK}" stroke="#FFFFFF" stroke-width="3" paint-order="stroke" xml:space="preserve"'
 _UNOWNED = "#FFFFFF"
+_CACHED = "#C9D8C5"
 
 
 class Svg(str):
@@ -81,6 +82,8 @@ def _block_fill(canvas: _Canvas, view: PoolView, block_id: int, holders: Holders
     """Return a block's colour: its sequence's, two colours hatched where tables share it, grey where it is free."""
     held = holders.get(block_id)
     if held is None:
+        if block_id in view.cached_ids:
+            return _CACHED
         return FREE_GREY if block_id in view.free_ids else _UNOWNED
     first, *others = [hue(table.seq_id) for table, _ in held]
     if not others:
@@ -110,6 +113,8 @@ def draw_pool_svg(view: PoolView, width: int = 720) -> Svg:
     draw_blocks = _large_blocks if view.num_blocks <= 64 else _small_blocks
     y = draw_blocks(canvas, view, holders)
     notes = [(FREE_GREY, "free")]
+    if view.cached_ids:
+        notes.append((_CACHED, "free, content cached"))
     if any(len(held) > 1 for held in holders.values()):
         notes.append((canvas.hatch("#777777", "#FFFFFF"), "hatched = shared"))
     if len(holders.keys() | view.free_ids) < view.num_blocks:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from minipaged.viz.drawing import Drawing, Line, Span, merged
-from minipaged.viz.marks import EMPTY, FREE, LOST, MAX_NAMED, MIXED, NOTES, SHARED, UNOWNED, slot_bar
+from minipaged.viz.marks import CACHED, EMPTY, FREE, LOST, MAX_NAMED, MIXED, NOTES, SHARED, UNOWNED, slot_bar
 from minipaged.viz.tables import draw_block_table, draw_block_tables
 from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, hue, letter
 
@@ -44,9 +44,10 @@ def draw_pool(view: PoolView, width: int = 80, max_rows: int = 8) -> Drawing:
         columns, group = _fit(view.num_blocks, width - id_width - 1, max_rows)
         rows = _map_rows(view, columns, group, id_width)
     num_free = len(view.free_ids)
+    cached = f" ({len(view.cached_ids)} of them cached)" if view.cached_ids else ""
     heading = (
         f"pool: {view.num_blocks} blocks of {view.block_size} slots, {view.num_blocks - num_free} used, "
-        f"{num_free} free{_scale(group, 'blocks')}"
+        f"{num_free} free{cached}{_scale(group, 'blocks')}"
     )
     legend = _legend(rows, (table.seq_id for table in view.tables), NOTES, width)
     return Drawing(((Span(heading),), *rows, *legend))
@@ -147,10 +148,17 @@ def _block_rows(view: PoolView, columns: int, id_width: int) -> list[Line]:
 def _block_slots(view: PoolView, block_id: int, holders: Holders) -> list[Span]:
     held = holders.get(block_id)
     if held is None:
-        return [Span((FREE if block_id in view.free_ids else UNOWNED) * view.block_size, FREE_GREY)]
+        return [Span(_unheld_mark(view, (block_id,)) * view.block_size, FREE_GREY)]
     seq_id = held[0][0].seq_id
     mark = SHARED if len(held) > 1 else letter(seq_id)
     return slot_bar(mark, max(filled for _, filled in held), view.block_size, hue(seq_id))
+
+
+def _unheld_mark(view: PoolView, block_ids: Sequence[int]) -> str:
+    """Return the mark of blocks that stand in no table."""
+    if not view.free_ids.issuperset(block_ids):
+        return UNOWNED
+    return FREE if view.cached_ids.isdisjoint(block_ids) else CACHED
 
 
 def _map_rows(view: PoolView, columns: int, group: int, id_width: int) -> list[Line]:
@@ -168,8 +176,7 @@ def _group_mark(view: PoolView, block_ids: Sequence[int], holders: Holders) -> S
     """Return the one character for a run of blocks: a capital only where one sequence has filled every slot."""
     held = [holders[block_id] for block_id in block_ids if block_id in holders]
     if not held:
-        is_free = all(block_id in view.free_ids for block_id in block_ids)
-        return Span(FREE if is_free else UNOWNED, FREE_GREY)
+        return Span(_unheld_mark(view, block_ids), FREE_GREY)
     seq_ids = {table.seq_id for tables in held for table, _ in tables}
     first = min(seq_ids)
     if len(seq_ids) > 1:

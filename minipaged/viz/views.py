@@ -47,8 +47,8 @@ class PoolView:
     """A block pool and the block tables over it.
 
     Invariants:
-        Ids run from 0 to ``num_blocks - 1``. A block that is neither in ``free_ids`` nor in a table is held by
-        somebody else, or lost; drawings show it as such.
+        Ids run from 0 to ``num_blocks - 1``. ``cached_ids`` are the free blocks whose content can be found again. A
+        block that is neither in ``free_ids`` nor in a table is held by somebody else, or lost; drawings show it so.
 
     Example:
         >>> pool = PoolView(8, 4, (TableView(0, (7, 2, 5), 10),), frozenset({0, 1, 3, 4, 6}))
@@ -60,6 +60,7 @@ class PoolView:
     block_size: int
     tables: tuple[TableView, ...]
     free_ids: frozenset[int]
+    cached_ids: frozenset[int] = frozenset()
 
     def holders(self) -> Holders:
         """Return who holds which block."""
@@ -122,11 +123,15 @@ def view_pool(pool: _Pool, tables: Mapping[int, _Table]) -> PoolView:
     Cost:
         One call of ``is_free`` per block and a copy of each table. No tensor is read.
     """
+    is_idle = getattr(pool, "is_idle", None)  # only a pool that remembers has free blocks with content
+    cached_ids = frozenset(block_id for block_id in range(pool.num_blocks) if is_idle is not None and is_idle(block_id))
+    free_ids = frozenset(block_id for block_id in range(pool.num_blocks) if pool.is_free(block_id))
     return PoolView(
         num_blocks=pool.num_blocks,
         block_size=pool.block_size,
         tables=tuple(TableView(seq_id, tuple(table.block_ids), table.num_tokens) for seq_id, table in tables.items()),
-        free_ids=frozenset(block_id for block_id in range(pool.num_blocks) if pool.is_free(block_id)),
+        free_ids=free_ids | cached_ids,
+        cached_ids=cached_ids,
     )
 
 

@@ -50,6 +50,7 @@ class Watched:
         running = [seq_id for group in scheduler.running for seq_id in group.seq_ids]
         assert sorted(engine.cache.seq_ids) == sorted(running), "only those that run have slots"
         assert sum(group.num_sequences for group in scheduler.running) <= scheduler.max_num_seqs
+        assert not getattr(engine.cache, "_pinned", None), "a block is held for a copy that has been made"
 
     def generate(self, *arguments: Any, **others: Any) -> list[Result]:
         """Generate, and check that nothing is left behind."""
@@ -111,7 +112,7 @@ def sent_away(when: Callable[[Group], bool]) -> AbstractContextManager[None]:
         for group in reversed(list(scheduler.running)):
             if when(group):
                 scheduler._preempt(group, before, "asked for")
-        plan = Scheduler.plan_step(scheduler)
+        plan = type(scheduler).plan_step(scheduler)
         plan.swaps_out[:0] = before.swaps_out
         return plan
 

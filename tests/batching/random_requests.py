@@ -1,6 +1,7 @@
 """Requests drawn at random, with tiny limits, for walks over the scheduler."""
 
 from random import Random
+from typing import Any
 
 from minipaged.batching.group import Group
 from minipaged.batching.plan import NextToken
@@ -25,10 +26,20 @@ class RandomRequests:
         max_num_seqs = rng.randint(4, 16)
         budget = max_num_seqs + rng.choice([0, 1, 5, 40])
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "preemption": preemption}
-        self.driver = Driver(self.num_blocks, self.block_size, window, rng=rng, **limits)
-        self.scheduler = self.driver.scheduler
         self.rng = rng
+        self.driver = self.make_driver(window, **limits)
+        self.scheduler = self.driver.scheduler
         self.max_num_steps = 0  # that all requests so far may take together
+
+    def make_driver(self, window: int | None, **limits: Any) -> Driver:
+        return Driver(self.num_blocks, self.block_size, window, rng=self.rng, **limits)
+
+    def draw_prompt(self, num_tokens: int) -> list[int]:
+        return [self.driver.token() for _ in range(num_tokens)]
+
+    def draw_options(self) -> dict[str, Any]:
+        """Draw what else a request says."""
+        return {"priority": self.rng.randrange(self.num_priorities)}
 
     def add(self) -> str:
         """Add samples, beams or a lone sequence; what it may need at most fits into the cache."""
@@ -44,8 +55,8 @@ class RandomRequests:
                 count, num_prompt_tokens = 1, max(1, num_prompt_tokens - 1)
         self.max_num_steps += num_prompt_tokens + (count + 1) * max_output_tokens
         answer = self.beams if kind == "beams" else self.samples
-        priority = rng.randrange(self.num_priorities)
-        self.driver.add(num_prompt_tokens, max_output_tokens, answer, num_sequences=count, priority=priority)
+        prompt = self.draw_prompt(num_prompt_tokens)
+        self.driver.add(prompt, max_output_tokens, answer, num_sequences=count, **self.draw_options())
         return f"add {kind}"
 
     def fits(self, num_prompt_tokens: int, max_output_tokens: int, count: int) -> bool:

@@ -89,11 +89,12 @@ class Driver:
         window: int | None = None,
         cache: BatchingCache | ArenaCache | None = None,
         rng: Random | None = None,
+        scheduler_type: type[Scheduler] = Scheduler,
         **limits: Any,
     ):
         self.events: list[Event] = []
         self.cache: Any = cache or BatchingCache(num_blocks, block_size, window)
-        self.scheduler = Scheduler(self.cache, listener=self.hear, **limits)
+        self.scheduler: Any = scheduler_type(self.cache, listener=self.hear, **limits)
         self.memory = Memory(self.cache)
         self.rng = rng
         self.histories: dict[int, list[int]] = {}
@@ -103,10 +104,15 @@ class Driver:
 
     # -- what a caller does
 
-    def add(self, num_prompt_tokens: int, max_output_tokens: int = 100, answer: Answer | None = None, **kw: int) -> int:
-        """Queue a request with a new prompt and return its id; ids count from 0, those of sequences from 100."""
+    def add(
+        self, prompt: int | list[int], max_output_tokens: int = 100, answer: Answer | None = None, **kw: Any
+    ) -> int:
+        """Queue a request and return its id; ids count from 0, those of sequences from 100.
+
+        ``prompt`` is its tokens, or the number of them.
+        """
         request_id, seq_id = next(self._request_ids), next(self._seq_ids)
-        prompt = [self.token() for _ in range(num_prompt_tokens)]
+        prompt = [self.token() for _ in range(prompt)] if isinstance(prompt, int) else prompt
         self.histories[seq_id] = list(itertools.accumulate(prompt, lambda *pair: hash(pair), initial=0))[1:]
         self.answers[request_id] = answer or self.samples
         self.scheduler.add(request_id, seq_id, prompt, max_output_tokens, **kw)

@@ -52,7 +52,8 @@ def test_samples_end_one_by_one_and_give_back_their_seats():
         driver.step()
         seats.append(sum(group.num_sequences for group in driver.scheduler.running))
     assert seats == [3, 2, 1, 3, 0]
-    assert [event.step for event in driver.acts("finish")] == [5, 5]
+    ends_told = [(event.step, event.seq_id) for event in driver.acts("finish")]
+    assert ends_told == [(2, 102), (3, 100), (5, None), (5, None)]  # of samples, and of the two requests
     assert num_used(driver) == 0
 
 

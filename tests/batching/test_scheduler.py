@@ -157,7 +157,7 @@ def test_a_request_takes_a_seat_for_each_of_its_sequences_before_they_fork():
 
 def test_a_request_with_more_sequences_than_seats_is_refused():
     driver = Driver(max_num_seqs=4, max_num_batched_tokens=64)
-    with pytest.raises(UserError, match=r"the request has 5 sequences; at most 4 run \(max_num_seqs\)"):
+    with pytest.raises(UserError, match=r"the request has 5 sequences; at most 4 run at a time \(max_num_seqs\)"):
         driver.add(4, num_sequences=5)
     assert not driver.scheduler.has_unfinished
 

@@ -59,12 +59,12 @@ class FakeLLM:
                     self.engine.cache.append(seq_id)
                 self.on_token(number)
                 reason = "stop" if number == len(self.pieces) else "length" if number == params.max_tokens else None
-                yield SimpleNamespace(text=piece, token_ids=[number], finish_reason=reason, index=0)
+                yield SimpleNamespace(result=None, text=piece, token_ids=[number], finish_reason=reason, index=0)
         finally:
             self.engine.give_back(seq_id)
 
     def stats(self) -> dict[str, int]:
-        return {"num_blocks": 8, "free_blocks": self.engine.cache.pool.num_free}
+        return {"num_blocks": 8, "free_blocks": self.engine.cache.pool.num_free, "cached_blocks": 0}
 
 
 def make_session(llm: FakeLLM | None = None, **params: Any) -> ChatSession:

@@ -103,6 +103,8 @@ def test_blocks_shows_the_picture_of_the_fork_again_and_keep_says_what_it_did(fo
     repl, out = plain_repl(make_session(folder))
     shown = run(repl, out, f"/fork 3 {TEXT_OF_21_BYTES}")
     heading, picture = run(repl, out, "/blocks").split("\n", 1)
+    picture, cached = picture.rstrip("\n").rsplit("\n", 1)
+    assert cached.startswith("2 blocks are cached now")
     assert "while all continuations" in heading
     assert picture in shown
     assert run(repl, out, "/keep 2") == "Continuation 2 is in the conversation.\n"

@@ -28,7 +28,8 @@ DTYPES = [
 ]
 HALF_DTYPES = DTYPES[1:]
 
-REFERENCES = [f"minipaged.{rung}.reference" for rung in ("foundation", "contiguous", "paged", "sharing", "batching")]
+RUNGS = ("foundation", "contiguous", "paged", "sharing", "batching", "prefix")
+REFERENCES = [f"minipaged.{rung}.reference" for rung in RUNGS]
 ALLOWED = {"empty", "empty_like", "new_empty", "set_", "view", "_unsafe_view", "detach", "alias", "select", "slice"}
 ALLOWED |= {"is_pinned"}
 """Operations of PyTorch that a launcher may use: they make room or look at it differently, and compute nothing."""

@@ -11,8 +11,10 @@ from minipaged.batching.ops import gather_blocks, ragged_paged_attention
 from minipaged.cases import AttentionCase, make_paged_inputs
 from minipaged.cases_batching import RAGGED_CASES, RAGGED_SPLIT_CASES, RaggedCase, make_ragged_inputs
 from minipaged.cases_ops import COPY_CASES, make_prefill_inputs
+from minipaged.cases_prefix import SHARED_CASES, make_shared_inputs
 from minipaged.foundation.ops import causal_attention, rms_norm
 from minipaged.paged.ops import paged_attention
+from minipaged.prefix.ops import shared_prefix_attention
 from minipaged.sharing.ops import copy_blocks
 from tests.kernels.helpers import HAS_GPU, run_kernel
 
@@ -52,6 +54,13 @@ def test_a_mixed_batch_does_not_depend_on_the_order_of_programs(case: RaggedCase
     forwards = run_kernel(ragged_paged_attention, *inputs.args)
     with last_program_first():
         assert torch.equal(run_kernel(ragged_paged_attention, *inputs.args), forwards)
+
+
+def test_sharing_a_prefix_does_not_depend_on_the_order_of_programs():
+    inputs = make_shared_inputs(SHARED_CASES[3], torch.float16)
+    forwards = run_kernel(shared_prefix_attention, *inputs.args)
+    with last_program_first():
+        assert torch.equal(run_kernel(shared_prefix_attention, *inputs.args), forwards)
 
 
 def test_rows_and_copies_do_not_depend_on_the_order_of_programs():
