@@ -1,7 +1,7 @@
 """The facade: a model, a rung of the ladder, and prompts in, text out."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,8 @@ class LLM:
             ``max_num_batched_tokens`` where that is smaller.
         max_num_batched_tokens: Most tokens of one step there; None is 8192.
         preemption: What happens there to a request that is sent away when blocks run out: ``"recompute"``,
-            ``"swap"`` or ``"auto"`` (the default), which takes what is quicker.
+            ``"swap"`` or ``"auto"`` (the default), which takes what is quicker. Where nothing is computed yet or
+            the swap space is full, ``"swap"`` computes again too.
         prefix_cache: How rung ``prefix`` finds blocks again: ``"hash"`` (the default) by digests of whole blocks,
             ``"radix"`` in a tree, to the token; None does not.
         eviction_policy: Which cached block rung ``prefix`` gives up first: ``"lru"`` (the default), the one that
@@ -180,6 +181,7 @@ class LLM:
         engine_type: Any = ENGINES[self.rung]
         self.engine = engine_type(self.model, engine_type.options_type(**options, **chosen))
         self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
+        self._arrived: set[int] = set()  # open requests that have some
 
     def generate(
         self,
@@ -210,7 +212,7 @@ class LLM:
                 results[self._submit(prompt, each)] = []
             num_open = len(results)
             with progress_bar(num_open, progress) as advance:
-                while num_open:
+                while num_open and not self._is_over(results):
                     for output in self._take_outputs(results):
                         done = results[output.request_id]
                         if output.result:
@@ -240,7 +242,7 @@ class LLM:
         self._check_params(params)
         request_id = self._submit(self._encode(prompt), params)
         try:
-            while True:
+            while not self._is_over([request_id]):
                 for output in self._take_outputs([request_id]):
                     yield Chunk(output.text, output.token_ids, output.result, output.index)
                     if output.is_last:
@@ -281,19 +283,25 @@ class LLM:
         """Drop a request, if it has not ended, and its mail."""
         self.engine.abort(request_id)
         self._mail.pop(request_id, None)
+        self._arrived.discard(request_id)
 
-    def _take_outputs(self, request_ids: Iterable[int]) -> list[StepOutput]:
+    def _take_outputs(self, request_ids: Collection[int]) -> list[StepOutput]:
         """Return what has come for some requests; run a step for everybody if there is nothing yet."""
-        request_ids = list(request_ids)
-        if not any(self._mail[request_id] for request_id in request_ids):
+        if self._arrived.isdisjoint(request_ids):
             for output in self.engine.step():
                 if output.request_id in self._mail:
                     self._mail[output.request_id].append(output)
+                    self._arrived.add(output.request_id)
         taken = []
-        for request_id in request_ids:
+        for request_id in sorted(each for each in self._arrived if each in request_ids):
             taken += self._mail[request_id]
             self._mail[request_id] = []
+            self._arrived.remove(request_id)
         return taken
+
+    def _is_over(self, request_ids: Collection[int]) -> bool:
+        """Return whether nothing more can come: somebody has aborted the requests at the engine itself."""
+        return not self.engine.has_unfinished() and self._arrived.isdisjoint(request_ids)
 
     def _text_options(self, generation_config: dict[str, Any]) -> dict[str, Any]:
         """Return what the engine has to know of the tokenizer: how to decode, and which tokens are special to it."""

@@ -462,3 +462,13 @@ def test_nan_in_the_middle_of_a_batch_leaks_nothing(folder: Path):
     llm.model.forward = forward
     assert idle(llm) and not llm.engine.has_unfinished()
     assert len(llm.generate("Hello", GREEDY)[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_request_that_is_aborted_at_the_engine_ends_its_stream(folder: Path, rung: str):
+    llm = LLM(folder, rung=rung, dtype="float32", device="cpu")
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    (request_id,) = llm._mail
+    llm.engine.abort(request_id)
+    assert list(stream) == []

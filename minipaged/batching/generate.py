@@ -155,6 +155,8 @@ class Engine(SharingEngine):
         """
         if index is None:
             return super().abort(request_id)
+        if type(index) is not int:
+            raise UserError(f"index must be a whole number or None, not {index!r}")
         family = self.families.get(request_id)
         if family is None:
             return []
@@ -196,7 +198,7 @@ class Engine(SharingEngine):
             members.clear()
             return leader
         family.indices.remove(index)
-        self.scheduler.drop_seat(leader.request_id)
+        self.scheduler.groups[leader.request_id].num_sequences -= 1  # the seat that it would have taken
         gone = self._without_text(leader, index=index, seed=child_seed(family.seed, index))
         leader.index, leader.seed = family.indices[0], child_seed(family.seed, family.indices[0])
         return gone

@@ -15,7 +15,7 @@ class SamplingParams(SharingParams):
 
     Args:
         priority: Requests with a lower number enter first and are sent away last; among equals the one that came
-            first.
+            first. None sends another away in order to enter.
 
     Raises:
         UserError: A value is out of range.

@@ -1,6 +1,7 @@
 """The tensors of one forward pass: rows of tokens, each row a piece of one sequence."""
 
 import itertools
+from array import array
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,23 +31,38 @@ class Rows:
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: BatchingCache | ArenaCache, device: torch.device) -> "Rows":
-        """Put the numbers of all chunks on the device."""
+        """Put the numbers of all chunks on the device.
 
-        def tensor(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
+        Cost:
+            One number per token and per entry of a block table, collected in arrays of C.
+        """
+        token_ids, positions, slots, tables = array("q"), array("q"), array("q"), array("i")
+        block_ids = [cache.block_ids(chunk.member.seq_id) for chunk in chunks]
+        width = max(map(len, block_ids))
+        unused = array("i", [UNUSED_BLOCK])
+        for chunk, own in zip(chunks, block_ids, strict=True):
+            token_ids.extend(chunk.token_ids)
+            positions.extend(range(chunk.start, chunk.stop))
+            slots.extend(chunk.slots)
+            tables.extend(own)
+            tables.extend(unused * (width - len(own)))
         ends = list(itertools.accumulate(chunk.stop - chunk.start for chunk in chunks))
-        at = [end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
-        tables = [cache.block_ids(chunk.member.seq_id) for chunk in chunks]
-        width = max(map(len, tables))
+        at = array("q", (end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled))
+
+        def tensor(values: array) -> Tensor:
+            dtype = torch.int64 if values.typecode == "q" else torch.int32
+            if not values:
+                return torch.empty(0, dtype=dtype, device=device)
+            return torch.frombuffer(values, dtype=dtype).to(device, copy=True)
+
         return cls(
-            token_ids=tensor(list(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks))),
-            positions=tensor([place for chunk in chunks for place in range(chunk.start, chunk.stop)]),
-            slots=tensor(list(itertools.chain.from_iterable(chunk.slots for chunk in chunks))),
+            token_ids=tensor(token_ids),
+            positions=tensor(positions),
+            slots=tensor(slots),
             logits_at=None if len(at) == ends[-1] else tensor(at),
-            block_tables=tensor([[*each, *[UNUSED_BLOCK] * (width - len(each))] for each in tables], torch.int32),
-            query_starts=tensor([0, *ends], torch.int32),
-            seq_lens=tensor([chunk.stop for chunk in chunks], torch.int32),
+            block_tables=tensor(tables).view(len(chunks), width),
+            query_starts=tensor(array("i", [0, *ends])),
+            seq_lens=tensor(array("i", (chunk.stop for chunk in chunks))),
         )
 
     def split(self, num_rows: int) -> tuple["Rows", "Rows"]:

@@ -33,7 +33,7 @@ class Scheduler:
         max_num_seqs: Most sequences that run at a time; None is 256, or the token budget where that is smaller.
         max_num_batched_tokens: Most tokens of one step.
         preemption: What happens to the blocks of a request that is sent away.
-        listener: Called with every `Event`.
+        listener: Called with every `Event`, in the middle of things: it looks, and changes nothing.
 
     Invariants:
         ``running`` is in the order of turns. The first of it is never sent away while others run, so it ends in a
@@ -164,10 +164,6 @@ class Scheduler:
             group.is_decoding |= group.is_prefilled  # perhaps nobody else lacked anything
         self._tell("finish", group, seq_id, reason="abort")
 
-    def drop_seat(self, request_id: int) -> None:
-        """Hear that a request will fork into one sequence less than it was queued with."""
-        self.groups[request_id].num_sequences -= 1
-
     # -- one step
 
     def schedule(self) -> Plan:
@@ -221,6 +217,7 @@ class Scheduler:
             changed.setdefault(chunk.group, [])  # one that no token continues
         for group, own in changed.items():
             self._change_members(group, own)
+        self.running = [group for group in self.running if group.is_running]
 
     # -- parts of a step
 
@@ -373,7 +370,8 @@ class Scheduler:
         group.is_decoding = True
         if not group.members:
             del self.groups[group.request_id]
-            self._leave(group, "done")
+            group.is_running = False  # and `update` takes it out
+            self._tell("finish", group, reason="done")
         for token in [token for token in tokens if token.is_last and group.members]:  # the others go on
             self._tell("finish", group, token.seq_id, reason="done")
 
@@ -384,8 +382,8 @@ class Scheduler:
         if group.is_running:
             self.running.remove(group)
             group.is_running = False
-            for member in group.members:
-                self.cache.free(member.seq_id)
+            for seq_id in group.seq_ids:
+                self.cache.free(seq_id)
         self._forget_swapped(group)
         self._tell("finish", group, reason=reason)
 
@@ -396,4 +394,6 @@ class Scheduler:
 
     def _tell(self, act: Act, group: Group, seq_id: int | None = None, num_tokens: int = 0, reason: str = "") -> None:
         if self.listener:
-            self.listener(Event(self.num_steps, act, group.request_id, seq_id, num_tokens, reason))
+            listener, self.listener = self.listener, None  # one that raises is not called again
+            listener(Event(self.num_steps, act, group.request_id, seq_id, num_tokens, reason))
+            self.listener = listener

@@ -24,7 +24,7 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         f"{settings['model']}, {settings['dtype']}, {_processor(record)}: {settings['num_slots']:,} slots, blocks of "
         f"{settings['block_size']}",
-        f"{len(outputs)} requests at once, {sum(prompts) / len(prompts):.0f} tokens in and "
+        f"{len(outputs)} requests queued at the start, {sum(prompts) / len(prompts):.0f} tokens in and "
         f"{sum(outputs) / len(outputs):.0f} out on average, at most {settings['max_model_len']:,} together",
         "",
         f"{'':31}{'':10}{'sequences':>14}{'% of all slots, mean over the steps':^45}",

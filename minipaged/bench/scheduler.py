@@ -13,6 +13,7 @@ from minipaged.batching.cache import BatchingCache
 from minipaged.batching.plan import NextToken
 from minipaged.batching.scheduler import Scheduler
 from minipaged.bench.record import new_record, progress, write_record
+from minipaged.errors import UserError
 
 BLOCK_SIZE = 16
 NUM_PROMPT_TOKENS = 100
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Time every case and print a table of medians."""
+    if options.steps < 1:
+        raise UserError(f"--steps must be at least 1, not {options.steps}")
     settings = {"block_size": BLOCK_SIZE, "num_prompt_tokens": NUM_PROMPT_TOKENS, "steps": options.steps}
     record = new_record("scheduler", settings)
     record["seconds"] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from minipaged.errors import AccountingError
 from minipaged.prefix.eviction import EvictionPolicy
 from minipaged.sharing.ref_pool import RefCountedBlockPool
 
@@ -97,11 +98,14 @@ class CachingBlockPool(RefCountedBlockPool):
 
     def free(self, block_id: int) -> None:
         """Take a reference away; with the last one a cached block goes to the policy and any other to the queue."""
-        if 0 <= block_id < self.num_blocks and self._is_cached[block_id] and self._num_references[block_id] == 1:
+        self._check_id(block_id)
+        if not self._is_cached[block_id] or self._num_references[block_id] > 1:
+            super().free(block_id)
+        elif self._num_references[block_id] == 0:
+            raise AccountingError(f"block {block_id} is freed a second time")
+        else:
             self._num_references[block_id] = 0
             self.policy.add(block_id)
-        else:
-            super().free(block_id)
 
     def _queue(self, block_id: int) -> None:
         self._is_free[block_id] = True

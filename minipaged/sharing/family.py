@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from minipaged.foundation.philox import child_seed
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
 from minipaged.foundation.sequence import Result, Sequence
 from minipaged.sharing.beam import BeamSearch
@@ -44,6 +45,12 @@ class Family:
     def holds_back(self) -> bool:
         """Return whether samples wait until all have ended, since nobody knows before which will be returned."""
         return self.search is None and num_sequences(self.params) > num_returned(self.params)
+
+    def samples_of(self, aborted: list[Result]) -> list[Result]:
+        """Return what was aborted, sample by sample: before the fork, one sequence stands for all of them."""
+        if len(aborted) != 1 or aborted[0].token_ids:
+            return aborted
+        return [replace(aborted[0], index=index, seed=child_seed(self.seed, index)) for index in self.indices]
 
     def best(self, aborted: Iterable[Result] = ()) -> list[Result]:
         """Return the n samples with the best mean log-probability, best first, counted anew from 0.

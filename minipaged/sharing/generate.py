@@ -66,12 +66,16 @@ class Engine(PagedEngine):
     def abort(self, request_id: int) -> list[Result]:
         """Drop all sequences of a request; return what each had, and those that were held back.
 
-        Of a beam search that are the ``n`` best of the beams that live.
+        Of a beam search that are the ``n`` best of the beams that live. A request that has not forked yet returns all
+        its samples, without tokens.
         """
         family = self.families.pop(request_id, None)
         if family is None or family.search is None:
             dropped = super().abort(request_id)
-            return family.best(dropped) if family and family.holds_back else dropped
+            if family is None:
+                return dropped
+            dropped = family.samples_of(dropped)
+            return family.best(dropped) if family.holds_back else dropped
         for rank, seq in enumerate(self._members(request_id)):  # in the order of their sums
             seq.index = rank
             seq.text_stream.push(seq.output_token_ids)

@@ -70,7 +70,7 @@ def count_calls(action: Callable[[], object]) -> int:
 class PrefixDriver(Driver):
     """Rung 4's driver, whose memory also has to hold whatever the index promises.
 
-    ``entered`` counts what was told of hits: groups that entered with tokens from the cache, to the token or not.
+    ``seen`` counts groups that entered with tokens from the cache, evictions and the like.
     """
 
     def __init__(
@@ -134,6 +134,13 @@ class PrefixDriver(Driver):
             assert walk.num_entered * size <= table.num_tokens, "a block is entered that is not full"
         self.seen["evictions"] = cache.pool.num_evictions
         self.seen["hit tokens"] = cache.num_hit_tokens
+
+
+def serve(driver: PrefixDriver, prompt: list[int], max_output_tokens: int = 1, **options: Any) -> Any:
+    """Let a request run alone from first to last, and return its group."""
+    group = driver.group(driver.add(list(prompt), max_output_tokens, **options))
+    driver.run()
+    return group
 
 
 class PrefixRequests(RandomRequests):

@@ -115,7 +115,9 @@ LLAMA = {
 
 def namespace(weights: str = "w", dtype: torch.dtype = torch.float32, block_size: int = 16, **config: Any) -> str:
     model = SimpleNamespace(config=ModelConfig.from_dict(LLAMA | config), dtype=dtype)
-    engine: Any = SimpleNamespace(model=model, options=EngineOptions(64, weights_identity=weights))
+    engine: Any = SimpleNamespace(
+        model=model, options=EngineOptions(max_model_len=64, num_blocks=8, weights_identity=weights)
+    )
     index = Engine._make_index(engine, block_size)
     assert isinstance(index, HashChain)
     return index.namespace

