@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from minipaged.foundation.sequence import Result as Result
     from minipaged.llm import LLM as LLM
     from minipaged.llm import use as use
+    from minipaged.prefix.metrics import Metrics as Metrics
     from minipaged.prefix.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"

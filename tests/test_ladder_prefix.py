@@ -106,7 +106,7 @@ def test_prompts_that_part_from_a_cached_one_get_the_same_tokens(
     w = prefix_engine(oracle.folder, prefix_cache=kind, **slots(512, block_size))
     base, own = random_prompts(40, 9)
     commons = (6, 17, 30, 39)
-    prompts = [base[:common] + [(base[common] + 1) % 256] + own for common in commons]
+    prompts = [[*base[:common], (base[common] + 1) % 256, *own] for common in commons]
     answers = ask([base, *prompts], 4)
     same_tokens(tokens_of(w.generate([base], greedy(4))), answers[:1])
     results = [w.generate([prompt], greedy(4))[0] for prompt in prompts]

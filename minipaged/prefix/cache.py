@@ -131,12 +131,12 @@ class PrefixCache(BatchingCache):
 
     # -- who enters
 
-    def find(self, room: PrefixRoom) -> Finding:
+    def find(self, room: PrefixRoom, headroom: int = 0) -> Finding:
         """Look for the sequences of a room. What fits only if no part-full block is copied, is not copied."""
         pairs = zip(room.token_ids, room.limits, strict=True)
         matches = [self.index.match(token_ids, room.salt, limit) for token_ids, limit in pairs]
         finding = self._weigh(room, matches)
-        if finding.num_new + finding.num_idle > self.pool.num_free:
+        if finding.num_new + finding.num_idle + headroom > self.pool.num_free:
             finding = self._weigh(room, [replace(match, partial=None) for match in matches])
         return finding
 
@@ -161,7 +161,7 @@ class PrefixCache(BatchingCache):
 
     def _reason(self, room: Room, headroom: int) -> str | None:
         assert isinstance(room, PrefixRoom)
-        finding = self.find(room)
+        finding = self.find(room, headroom)
         if self._next_block(finding.matches[0], room) in self._coming:
             return "waits for a block that another request is computing"
         num_free = self.pool.num_free - finding.num_idle

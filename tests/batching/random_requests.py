@@ -27,7 +27,7 @@ class RandomRequests:
         budget = max_num_seqs + rng.choice([0, 1, 5, 40])
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "preemption": preemption}
         self.rng = rng
-        self.driver = self.make_driver(window, **limits)
+        self.driver: Any = self.make_driver(window, **limits)
         self.scheduler = self.driver.scheduler
         self.max_num_steps = 0  # that all requests so far may take together
 

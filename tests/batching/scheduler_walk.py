@@ -28,7 +28,7 @@ class SchedulerWalk:
 
     def __init__(self, rng: Random, make_requests: Callable[[Random], RandomRequests] = RandomRequests):
         self.requests = make_requests(rng)
-        self.driver = self.requests.driver
+        self.driver: Any = self.requests.driver
         self.is_fair = rng.random() < 0.7
 
     def add(self, rng: Random) -> str | None:

@@ -12,7 +12,7 @@ SALTS = ("", "a")
 class IndexWalk:
     """Compare an index with a dict of token lists by block and salt: look at every one, nothing clever."""
 
-    rules = ("insert", "insert", "insert", "insert_tail", "match", "match", "forget")
+    rules: tuple[str, ...] = ("insert", "insert", "insert", "insert_tail", "match", "match", "forget")
 
     def __init__(self, rng: Random, index: Any, block_size: int = 2):
         self.index, self.size = index, block_size

@@ -12,7 +12,7 @@ from minipaged.prefix.cache import PrefixCache, PrefixRoom
 from minipaged.prefix.eviction import LRU
 from minipaged.prefix.hash_chain import HashChain
 from minipaged.prefix.radix_tree import RadixTree
-from minipaged.prefix.scheduler import PrefixScheduler
+from minipaged.prefix.scheduler import PrefixGroup, PrefixScheduler
 from tests.batching.random_requests import RandomRequests
 from tests.batching.steps import Driver
 
@@ -81,6 +81,9 @@ class PrefixDriver(Driver):
         self.kind = kind
         self.seen: Counter[str] = Counter()
 
+    def group(self, request_id: int) -> PrefixGroup:
+        return self.scheduler.groups[request_id]
+
     def check_plan(self, plan: Plan) -> None:
         super().check_plan(plan)
         pool, size = self.cache.pool, self.cache.pool.block_size
@@ -136,7 +139,7 @@ class PrefixDriver(Driver):
         self.seen["hit tokens"] = cache.num_hit_tokens
 
 
-def serve(driver: PrefixDriver, prompt: list[int], max_output_tokens: int = 1, **options: Any) -> Any:
+def serve(driver: PrefixDriver, prompt: list[int], max_output_tokens: int = 1, **options: Any) -> PrefixGroup:
     """Let a request run alone from first to last, and return its group."""
     group = driver.group(driver.add(list(prompt), max_output_tokens, **options))
     driver.run()

@@ -112,7 +112,7 @@ def test_a_free_block_that_is_not_cached_cannot_be_shared_and_no_block_beyond_th
 class PoolWalk:
     """Compare the pool with a dict of counts and a list of idle blocks."""
 
-    rules = ("allocate", "allocate", "share", "free", "free", "mark", "unmark")
+    rules: tuple[str, ...] = ("allocate", "allocate", "share", "free", "free", "mark", "unmark")
 
     def __init__(self, rng: Random):
         self.num_blocks = rng.randint(1, 8)

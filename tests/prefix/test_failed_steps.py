@@ -69,11 +69,11 @@ def test_a_step_that_fails_with_hits_holds_nothing_and_leaves_nothing_wrong(fold
     w = prefix_engine(folder, prefix_cache=kind, block_size=4, num_blocks=64)
     [base] = random_prompts(22)
     w.generate([base], greedy(8))
-    other = base[:14] + [9, 8, 7, 6, 5, 4]
+    other = [*base[:14], 9, 8, 7, 6, 5, 4]
     w.add(other, greedy(8))
     break_step(w, **({"write_slots": fail_in_layer(1)} if part == "layer 1" else {part: fail}))
     w.run()
-    hits = check_answers(w, folder, [other + [1, 2, 3], base, other])
+    hits = check_answers(w, folder, [[*other, 1, 2, 3], base, other])
     assert hits[:2] == ([14, 21] if kind == "radix" else [12, 20])
 
 
@@ -84,7 +84,7 @@ def test_copies_for_forks_that_were_not_made_are_never_found(folder: Path, kind:
     w.steps(1)
     break_step(w, copy_blocks=fail)
     w.run()
-    assert check_answers(w, folder, [prompt + [1, 2, 3]]) == [8]
+    assert check_answers(w, folder, [[*prompt, 1, 2, 3]]) == [8]
 
 
 def test_blocks_that_were_not_swapped_in_are_never_found(folder: Path, kind: str):
@@ -95,7 +95,7 @@ def test_blocks_that_were_not_swapped_in_are_never_found(folder: Path, kind: str
     send_away(w, request_id)
     break_step(w, scatter_blocks=fail)
     w.run()
-    assert check_answers(w, folder, [prompt + [1, 2, 3]]) == [8]
+    assert check_answers(w, folder, [[*prompt, 1, 2, 3]]) == [8]
 
 
 def test_blocks_that_were_not_swapped_out_cost_only_their_request(folder: Path, kind: str):
@@ -122,4 +122,4 @@ def test_what_a_family_that_came_back_has_not_computed_is_never_found(folder: Pa
     w.steps(1)  # the first of the two begins with what they share
     w.engine.abort(request_id)
     w.check()
-    assert check_answers(w, folder, [prompt + [1, 2, 3]])[0] <= 3
+    assert check_answers(w, folder, [[*prompt, 1, 2, 3]])[0] <= 3

@@ -1,4 +1,4 @@
-"""Known faults of prefix caches as small inputs, through the engine: block edges, stale and early hits, forks, limits."""
+"""Known faults of prefix caches as small inputs, through the engine: block edges, stale and early hits, forks."""
 
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def test_a_digest_that_gives_every_block_one_key_costs_hits_and_no_wrong_answer(
     base, own = random_prompts(32, 16)
     moved = list(base)
     moved[1], moved[2] = (moved[1] + 31) % 256, moved[2] - 1
-    prompts = [base, moved, own + base[16:], base[:16] + own, base]
+    prompts = [base, base[16:] + own, base, moved, own + base[16:], base[:16] + own, base]
     calls = []
     with use(block_key=lambda parent, ids: calls.append(ids) or b"\0" * 32):
         w = prefix_engine(folder, num_blocks=16)
@@ -132,6 +132,28 @@ def test_a_digest_that_gives_every_block_one_key_costs_hits_and_no_wrong_answer(
         results += w.generate(prompts, greedy(4))
     assert tokens_of(results) == tokens_of(reference(folder, prompts, greedy(4))) * 2
     assert calls
+
+
+def test_a_block_that_is_copied_from_is_not_evicted_for_it(folder: Path):
+    base, other, own = random_prompts(8, 16, 14)
+    w = prefix_engine(folder, prefix_cache="radix", block_size=4, num_blocks=6)
+    prompts = [base, other, base[:6] + own, base]
+    results = [w.generate([prompt], greedy(1))[0] for prompt in prompts]
+    assert hits_of(results) == [0, 0, 6, 7], "the block that gave two tokens was the one unused for the longest time"
+    assert tokens_of(results) == tokens_of(reference(folder, prompts, greedy(1)))
+
+
+def test_cached_blocks_that_a_request_would_use_again_are_not_free_for_it_too(folder: Path, kind: str):
+    base, other, own = random_prompts(12, 9, 4)
+    w = prefix_engine(folder, prefix_cache=kind, block_size=4, num_blocks=6)
+    w.generate([base], greedy(1))
+    prompts = [other, base + own]
+    for prompt in prompts:
+        w.add(prompt, greedy(4))
+    w.steps(1)
+    assert [group.request_id for group in w.scheduler.running] == [1], "three idle blocks are no room for a fourth"
+    results = [output.result for output in w.run() if output.result]
+    assert hits_of(results) == [0, 12] and tokens_of(results) == tokens_of(reference(folder, prompts, greedy(4)))
 
 
 def test_blocks_of_equal_tokens_behind_different_ones_are_different(folder: Path, kind: str):

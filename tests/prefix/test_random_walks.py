@@ -13,6 +13,7 @@ from minipaged.prefix.cache import PrefixCache
 from minipaged.prefix.caching_pool import CachingBlockPool
 from minipaged.prefix.hash_chain import HashChain
 from minipaged.prefix.radix_tree import RadixTree
+from minipaged.sharing.ref_pool import RefCountedBlockPool
 from tests.batching.scheduler_walk import ACTS, EVENTS, SchedulerWalk, serve
 from tests.prefix.steps import KINDS, Kind, PrefixRequests
 from tests.walks import run_small_walks, run_walks
@@ -156,7 +157,7 @@ def free_for_good(free: Any) -> Any:
     """Queue a cached block as if it held nothing."""
 
     def wrong(self: Any, block_id: int) -> None:
-        super(CachingBlockPool, self).free(block_id)
+        RefCountedBlockPool.free(self, block_id)
 
     return wrong
 

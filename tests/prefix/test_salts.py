@@ -103,7 +103,7 @@ def test_an_unknown_prefix_cache_is_refused_with_those_that_there_are(folder: Pa
 
 @pytest.mark.parametrize("value", ["", "mru", "LRU", 1])
 def test_an_unknown_eviction_policy_is_refused_with_those_that_there_are(folder: Path, value: object):
-    with pytest.raises(UserError, match="eviction_policy must be one of .*lru.*, not"):
+    with pytest.raises(UserError, match=r"eviction_policy must be one of .*lru.*, not"):
         LLM(folder, device="cpu", num_blocks=8, eviction_policy=value)  # type: ignore[arg-type]
 
 

@@ -138,12 +138,12 @@ def test_nobody_waits_for_a_block_that_only_looks_the_same(kind: Kind):
 def test_requests_of_other_salts_do_not_wait_for_each_other_and_find_nothing(kind: Kind):
     driver = PrefixDriver(kind)
     prompt = list(range(64))
-    salts: list[dict[str, str]] = [{"cache_salt": "a"}, {"cache_salt": "b"}]
-    for options in salts:
-        driver.add(list(prompt), 1, **options)
+    for salt in ("a", "b"):
+        driver.add(list(prompt), 1, cache_salt=salt)
     assert len(driver.step().chunks) == 2
     driver.run()
-    groups = [serve(driver, prompt, **options) for options in ({"cache_salt": "a"}, {}, {"cache_salt": ""})]
+    options: list[dict[str, Any]] = [{"cache_salt": "a"}, {}, {"cache_salt": ""}]
+    groups = [serve(driver, prompt, **each) for each in options]
     hits = [group.num_hit_tokens for group in groups]
     assert hits == ([48, 0, 48] if kind == "hash" else [63, 0, 63])
 

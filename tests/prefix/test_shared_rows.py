@@ -118,8 +118,8 @@ def test_samples_share_what_they_were_forked_from(folder: Path, kind: str, monke
 def test_less_than_a_unit_is_not_shared(folder: Path, length: int):
     prompt, *_ = random_prompts(length)
     w = prefix_engine(folder, num_blocks=160)
-    w.generate([prompt + [1]], greedy(1))
-    _, spy = run_spied(w, [prompt + [2, 3], prompt + [4, 5]], greedy(3))
+    w.generate([[*prompt, 1]], greedy(1))
+    _, spy = run_spied(w, [[*prompt, 2, 3], [*prompt, 4, 5]], greedy(3))
     found = length // 16 * 16
     assert bool(spy.groups) == (found >= 1024)
     assert all(each == ([0, 2], [1024]) for each in spy.groups)
