@@ -46,14 +46,17 @@ def ragged_paged_attention_sdpa(
     scale: float,
     window: int | None,
 ) -> Float[Tensor, "T H D"]:
-    """Attend for all decode rows in one call, and for each prefill row over the keys that its chunk sees."""
+    """Attend for decode rows of similar length in one call, and for each prefill row over the keys that it sees."""
     out = torch.zeros_like(q)
-    is_decode = query_starts.diff() == 1
-    if is_decode.any():
-        tokens = query_starts[:-1][is_decode].long()
-        tables, lengths = block_tables[is_decode], seq_lens[is_decode]
-        out[tokens] = paged_attention_padded(q[tokens], k_pool, v_pool, tables, lengths, scale=scale, window=window)
-    chunks = zip(block_tables, pairwise(query_starts.tolist()), seq_lens.tolist(), strict=True)
+    lengths = seq_lens.tolist()
+    is_decode = (query_starts.diff() == 1).tolist()
+    for group in _similar({row: lengths[row] for row in range(len(lengths)) if is_decode[row]}):
+        rows = torch.tensor(group, device=q.device)
+        tokens = query_starts[rows].long()
+        out[tokens] = paged_attention_padded(
+            q[tokens], k_pool, v_pool, block_tables[rows], seq_lens[rows], scale=scale, window=window
+        )
+    chunks = zip(block_tables, pairwise(query_starts.tolist()), lengths, strict=True)
     for table, (start, end), seq_len in chunks:
         if end - start < 2:
             continue
@@ -62,6 +65,18 @@ def ragged_paged_attention_sdpa(
         keys, values = (_gather_heads(pool, table, first, seq_len, q.shape[1]) for pool in (k_pool, v_pool))
         out[start:end] = newest_tokens_sdpa(queries, keys, values, scale, window)[0].transpose(0, 1)
     return out
+
+
+def _similar(lengths: dict[int, int]) -> list[list[int]]:
+    """Group rows so that padding to the longest of a group wastes little: none is over a quarter and 64 shorter."""
+    groups: list[list[int]] = []
+    longest = 0
+    for row, length in sorted(lengths.items(), key=lambda item: -item[1]):
+        if not groups or (4 * length < 3 * longest and length < longest - 64):
+            groups.append([])
+            longest = length
+        groups[-1].append(row)
+    return groups
 
 
 def _gather_heads(
