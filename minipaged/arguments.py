@@ -45,6 +45,8 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 def check_engine_options(rung: str, rungs: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
     """Return the options that are set away from their default; refuse what the rung does not know or nobody does."""
     given = {name: value for name, value in options.items() if value != OPTIONS[name][1]}
+    if rungs.index(rung) < rungs.index("prefix") and given.get("prefix_cache", "none") is None:
+        del given["prefix_cache"]  # that is what the rung has
     for name, value in given.items():
         owner = OPTIONS[name][0]
         if rungs.index(owner) > rungs.index(rung):

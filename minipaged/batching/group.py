@@ -1,8 +1,12 @@
 """A request as the scheduler sees it: numbers and token ids, no text and no tensors."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from minipaged.batching.cache import Room, Swapped
+from minipaged.batching.cache import Cache, Room, Swapped
+
+if TYPE_CHECKING:
+    from minipaged.batching.plan import NextToken
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +78,31 @@ class Group:
     def is_prefilled(self) -> bool:
         """Return whether every member has what its prefill computes."""
         return all(member.num_computed == member.target for member in self.members)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens all members have."""
+        return sum(len(member.token_ids) for member in self.members)
+
+    def advance(self, tokens: list["NextToken"], cache: Cache) -> None:
+        """Fork, extend and end the members. Those that no token names any more give back what they hold."""
+        before = {member.seq_id: member for member in self.members}
+        everybody = dict(before)
+        for token in tokens:
+            if token.parent_id is not None:  # forks first, before any list of tokens grows
+                parent = before[token.parent_id]
+                cache.fork(token.parent_id, token.seq_id)
+                everybody[token.seq_id] = Member(token.seq_id, list(parent.token_ids), parent.num_computed)
+        self.members = []
+        for token in tokens:
+            everybody[token.seq_id].token_ids.append(token.token_id)
+            if token.is_last:
+                self.num_sequences -= 1
+            else:
+                self.members.append(everybody.pop(token.seq_id))
+        for seq_id in everybody:
+            cache.free(seq_id)
+        self.is_decoding = True
 
     def room(self) -> Room:
         """Return what the group needs of the cache to enter, or to come back and compute everything again.

@@ -9,6 +9,10 @@ MAX_NUM_BATCHED_TOKENS = 8192
 """Tokens of one step when nobody says: enough to keep a GPU's matrix units busy, few enough for small activations."""
 
 
+MAX_PASSED = 64
+"""Most requests that one step looks past, so that its time does not depend on the queue."""
+
+
 def check_sequences(num_sequences: int, max_num_seqs: int) -> None:
     """Refuse a request of more sequences than may run at a time: it would wait for ever."""
     if num_sequences > max_num_seqs:

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from minipaged.batching.cache import Cache
 from minipaged.batching.group import Group, Member
-from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, check_limits, check_sequences
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_PASSED, check_limits, check_sequences
 from minipaged.batching.plan import Act, Chunk, Event, NextToken, Plan, Swap, chunk_size
 from minipaged.batching.preemption import Preemption, pick_victim
 from minipaged.batching.queue import WaitingQueue
@@ -275,14 +275,27 @@ class Scheduler:
     def _admit(self, plan: Plan) -> None:
         """Let requests enter in the order of their turn, as long as there are seats, tokens and slots."""
         num_seats = sum(group.num_sequences for group in self.running)  # taken
+        passed: list[Group] = []
         while (group := self.waiting.first()) is not None:
             reason = self._reason_to_wait(group, plan, num_seats)
-            if reason:
-                self._tell("wait", group, reason=reason)
-                return
+            if passed and not reason and plan.num_tokens + group.num_tokens > self.max_num_batched_tokens:
+                break  # its prompt would take the next steps' tokens from those that it overtakes
+            if not reason:
+                self.waiting.pop()
+                self._enter(group, plan)
+                num_seats += group.num_sequences
+                continue
+            self._tell("wait", group, reason=reason)
+            if len(passed) == MAX_PASSED or not self.may_be_passed(group):
+                break
             self.waiting.pop()
-            self._enter(group, plan)
-            num_seats += group.num_sequences
+            passed.append(group)
+        for group in passed:
+            self.waiting.push(group)
+
+    def may_be_passed(self, group: Group) -> bool:
+        """Return whether those behind a group that cannot enter may: never on this rung."""
+        return False
 
     def _reason_to_wait(self, group: Group, plan: Plan, num_seats: int) -> str | None:
         """Return why the group cannot enter now, while ``num_seats`` are taken; None if it can."""
@@ -350,24 +363,7 @@ class Scheduler:
 
     def _change_members(self, group: Group, tokens: list[NextToken]) -> None:
         """Fork, extend and end the members of a group."""
-        before = {member.seq_id: member for member in group.members}
-        everybody = dict(before)
-        for token in tokens:
-            if token.parent_id is not None:  # forks first, before any list of tokens grows
-                parent = before[token.parent_id]
-                self.cache.fork(token.parent_id, token.seq_id)
-                everybody[token.seq_id] = Member(token.seq_id, list(parent.token_ids), parent.num_computed)
-        group.members = []
-        for token in tokens:
-            member = everybody[token.seq_id]
-            member.token_ids.append(token.token_id)
-            if token.is_last:
-                group.num_sequences -= 1
-            else:
-                group.members.append(everybody.pop(token.seq_id))
-        for seq_id in everybody:
-            self.cache.free(seq_id)
-        group.is_decoding = True
+        group.advance(tokens, self.cache)
         if not group.members:
             del self.groups[group.request_id]
             group.is_running = False  # and `update` takes it out

@@ -17,7 +17,8 @@ the block that begins as the prompt goes on ("a" of block 2), where names can on
 Who shares can be heard: a prompt that answers sooner than it should was sent before, by somebody. A request's
 `cache_salt` goes into the root of its names, so only requests with the same salt find each other's blocks.
 
-While rows of a step read the same blocks, attention reads those once for all of them (`shared_prefix_attention`).
+Where rows of a step have 1,024 tokens or more at their beginning in the same blocks, attention reads those once for
+all of them (`shared_prefix_attention`; vLLM calls it cascade attention).
 
 Modules: `block_key` (names), `index` (the interface), `hash_chain`, `radix_tree`, `eviction`, `caching_pool`, `cache`,
 `scheduler`, `ops`, `reference`, `kernels`, `params`, `metrics`, `generate`.

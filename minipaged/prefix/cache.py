@@ -21,11 +21,13 @@ class PrefixRoom(Room):
         token_ids: The tokens of each sequence, prompt and output. The lists grow as the sequences do.
         salt: Whose blocks may be found.
         limits: How many tokens of each may come out of the cache; what is behind them is computed in any case.
+        memos: What the index keeps between two looks for the same sequences.
     """
 
     token_ids: list[list[int]]
     salt: str
     limits: list[int]
+    memos: list[list] = field(default_factory=list, compare=False)
 
 
 Coming = tuple[Any, tuple[int, ...]]
@@ -38,6 +40,7 @@ class Walk:
 
     Args:
         token_ids: The sequence's tokens, a list that grows.
+        root: The place before its first block.
         place: The index's place behind the last block that is entered.
         num_entered: How many blocks that is.
         num_computed: How many tokens have keys and values.
@@ -45,6 +48,7 @@ class Walk:
     """
 
     token_ids: list[int]
+    root: Any
     place: Any
     num_entered: int
     num_computed: int
@@ -126,15 +130,17 @@ class PrefixCache(BatchingCache):
         super().__init__(num_blocks, block_size, window)
 
     def make_pool(self, num_blocks: int, block_size: int) -> CachingBlockPool:
-        """Make a pool that remembers."""
+        """Make a pool that remembers. A part that only counts references cannot take its place."""
         return CachingBlockPool(num_blocks, block_size, self.policy, self.index.forget)
 
     # -- who enters
 
     def find(self, room: PrefixRoom, headroom: int = 0) -> Finding:
         """Look for the sequences of a room. What fits only if no part-full block is copied, is not copied."""
-        pairs = zip(room.token_ids, room.limits, strict=True)
-        matches = [self.index.match(token_ids, room.salt, limit) for token_ids, limit in pairs]
+        if not room.memos:
+            room.memos.extend([] for _ in room.token_ids)
+        each = zip(room.token_ids, room.limits, room.memos, strict=True)
+        matches = [self.index.match(token_ids, room.salt, limit, memo) for token_ids, limit, memo in each]
         finding = self._weigh(room, matches)
         if finding.num_new + finding.num_idle + headroom > self.pool.num_free:
             finding = self._weigh(room, [replace(match, partial=None) for match in matches])
@@ -162,7 +168,7 @@ class PrefixCache(BatchingCache):
     def _reason(self, room: Room, headroom: int) -> str | None:
         assert isinstance(room, PrefixRoom)
         finding = self.find(room, headroom)
-        if self._next_block(finding.matches[0], room) in self._coming:
+        if self._is_coming(finding, room):
             return "waits for a block that another request is computing"
         num_free = self.pool.num_free - finding.num_idle
         if finding.num_new + headroom <= num_free:
@@ -170,10 +176,16 @@ class PrefixCache(BatchingCache):
         spare = f" and {headroom} to spare" if headroom else ""
         return f"needs {finding.num_new} blocks{spare}, {num_free} are free"
 
-    def _next_block(self, match: Match, room: PrefixRoom) -> Coming | None:
+    def is_coming(self, room: Room) -> bool:
+        """Return whether a running request is about to write the block that would be the next to be found."""
+        assert isinstance(room, PrefixRoom)
+        return self._is_coming(self.find(room), room)
+
+    def _is_coming(self, finding: Finding, room: PrefixRoom) -> bool:
+        match = finding.matches[0]
         start = len(match.block_ids) * self.pool.block_size
         stop = start + self.pool.block_size
-        return (match.place, tuple(room.token_ids[0][start:stop])) if stop <= room.limits[0] else None
+        return stop <= room.limits[0] and (match.place, tuple(room.token_ids[0][start:stop])) in self._coming
 
     def allocate(self, room: Room) -> list[int]:
         """Make block tables that begin with what is cached; return how many tokens each has of that.
@@ -194,7 +206,8 @@ class PrefixCache(BatchingCache):
             self._extend_to(self.tables[seq_id], room.lengths[i])
             match = finding.matches[i]
             num_held = len(match.block_ids)  # what is copied, or shared with the first, is still to be written
-            walk = Walk(room.token_ids[i], match.place, num_held, num_held * self.pool.block_size)
+            root = self.index.root(room.salt)
+            walk = Walk(room.token_ids[i], root, match.place, num_held, num_held * self.pool.block_size)
             self._walks[seq_id] = walk
             self._announce(walk)
         return starts
@@ -235,6 +248,8 @@ class PrefixCache(BatchingCache):
         """Enter the blocks that are full now, then give back those that have left the window."""
         walk, table = self._walks[seq_id], self.tables[seq_id]
         walk.num_computed, walk.token_ids = num_tokens, token_ids
+        if (walk.num_entered + 1) * table.block_size <= num_tokens:
+            self._rejoin(walk, table)
         while (walk.num_entered + 1) * table.block_size <= num_tokens:
             start = walk.num_entered * table.block_size
             self._enter(walk, token_ids[start : start + table.block_size], table.block_ids[walk.num_entered])
@@ -249,6 +264,19 @@ class PrefixCache(BatchingCache):
         if block_id in self.index and not self.pool.is_cached(block_id):
             self.pool.mark_cached(block_id)
 
+    def _rejoin(self, walk: Walk, table: PartialTable) -> None:
+        """Enter a sequence's blocks anew, from its first one, where an eviction has cut off its place.
+
+        That happens to blocks that came back from the swap space, and to a sequence whose beginning was entered by
+        another that has ended: its own blocks are not the ones that the index has.
+        """
+        if table.num_released or not self.index.is_gone(walk.place):
+            return
+        walk.place = walk.root
+        for number in range(walk.num_entered):
+            start = number * table.block_size
+            self._enter(walk, walk.token_ids[start : start + table.block_size], table.block_ids[number])
+
     def fork(self, parent_id: int, child_id: int) -> None:
         """Let a new sequence share all blocks of another."""
         super().fork(parent_id, child_id)
@@ -257,15 +285,18 @@ class PrefixCache(BatchingCache):
 
     def free(self, seq_id: int) -> None:
         """Give a sequence's references back. Its last block, if it is part full, may be worth an entry too."""
-        walk = self._walks.pop(seq_id, None)
+        walk, table = self._walks.pop(seq_id, None), self.tables[seq_id]
         if walk is not None:
             self._retract(walk)
-            self._enter_tail(walk, self.tables[seq_id])
+            self._enter_tail(walk, table)
         super().free(seq_id)
+        for block_id in reversed(table.block_ids[: table.num_released]):
+            self.pool.touch(block_id)  # given back first, but worth more than what is behind them
 
     def _enter_tail(self, walk: Walk, table: PartialTable) -> None:
         tail = walk.token_ids[walk.num_entered * table.block_size : walk.num_computed]
-        if tail and table.num_released <= walk.num_entered:
+        if walk.num_computed > walk.num_entered * table.block_size and table.num_released <= walk.num_entered:
+            self._rejoin(walk, table)
             block_id = table.block_ids[walk.num_entered]
             if self.pool.num_references(block_id) == 1 and block_id not in self.index:
                 self._enter(walk, tail, block_id)

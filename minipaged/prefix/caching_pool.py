@@ -21,6 +21,7 @@ class CachingBlockPool(RefCountedBlockPool):
 
     Invariants:
         A block is in use (it has references), or queued, or with the policy. Only cached blocks are with the policy.
+        Those count in ``num_free``, but `is_free` and ``free_block_ids`` know the queue alone.
 
     Example:
         >>> from minipaged.prefix.eviction import LRU
@@ -70,22 +71,32 @@ class CachingBlockPool(RefCountedBlockPool):
 
     def unmark_cached(self, block_id: int) -> None:
         """Note that nobody will look for the block's content any more."""
+        self._unmark(block_id, is_with_policy=self.num_references(block_id) == 0)
+
+    def _unmark(self, block_id: int, is_with_policy: bool) -> None:
         assert self._is_cached[block_id]
         self._is_cached[block_id] = False
         self.num_cached -= 1
-        if self.num_references(block_id) == 0:
+        if is_with_policy:
             self.policy.remove(block_id)
-            self._queue(block_id)
+        if self.num_references(block_id) == 0:
+            self._is_free[block_id] = True
+            self._free.append(block_id)
 
     def allocate(self) -> int:
         """Take a queued block; where there is none, evict one first."""
         if not self._free and len(self.policy):
-            block_id = self.policy.evict()
-            self.policy.add(block_id)  # for `unmark_cached`, which takes it to the queue
-            self.num_evictions += 1
-            for gone in self._forget(block_id):
-                self.unmark_cached(gone)
+            evicted = self.policy.evict()
+            for gone in self._forget(evicted):
+                self.num_evictions += 1
+                self._unmark(gone, is_with_policy=gone != evicted and not self.num_references(gone))
         return super().allocate()
+
+    def touch(self, block_id: int) -> None:
+        """Let an idle block count as one that has just lost its last user."""
+        if self.is_idle(block_id):
+            self.policy.remove(block_id)
+            self.policy.add(block_id)
 
     def share(self, block_id: int) -> None:
         """Add a reference; a cached block that nobody uses comes back into use."""
@@ -106,10 +117,6 @@ class CachingBlockPool(RefCountedBlockPool):
         else:
             self._num_references[block_id] = 0
             self.policy.add(block_id)
-
-    def _queue(self, block_id: int) -> None:
-        self._is_free[block_id] = True
-        self._free.append(block_id)
 
     def check(self) -> None:
         """Assert the invariants."""

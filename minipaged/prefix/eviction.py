@@ -1,9 +1,13 @@
 """Which cached block is given up when a new one is needed."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from minipaged.errors import UserError
+from minipaged.tiers import declare_part, replacement
+
+declare_part("eviction_policy", "class with the methods of EvictionPolicy; read when an LLM is made")
 
 
 class EvictionPolicy(Protocol):
@@ -67,12 +71,12 @@ class LRU:
         return len(self._blocks)
 
 
-EVICTION_POLICIES: dict[str, type[LRU]] = {"lru": LRU}
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU}
 """The policies by name."""
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """Return an empty policy of that name."""
-    if name not in EVICTION_POLICIES:
+    """Return an empty policy of that name, or what `use` has put in its place."""
+    if not isinstance(name, str) or name not in EVICTION_POLICIES:
         raise UserError(f"eviction_policy must be one of {', '.join(EVICTION_POLICIES)}, not {name!r}")
-    return EVICTION_POLICIES[name]()
+    return (replacement("eviction_policy") or EVICTION_POLICIES[name])()

@@ -91,7 +91,7 @@ class Engine(BatchingEngine):
         """Return what the scheduler has to know of a request's parameters."""
         known = super().scheduling(params)
         if isinstance(self.scheduler, PrefixScheduler) and isinstance(params, SamplingParams):
-            known["cache_salt"] = params.cache_salt
+            known["cache_salt"] = params.cache_salt or ""
         return known
 
     # -- attention

@@ -68,13 +68,16 @@ class HashChain:
             root = self._roots[salt] = Entry(root_key(self.namespace, salt))
         return root
 
-    def match(self, token_ids: Sequence[int], salt: str, limit: int) -> Match:
+    def match(self, token_ids: Sequence[int], salt: str, limit: int, memo: list | None = None) -> Match:
         """Return the cached whole blocks at the beginning of a sequence, as far as they end within ``limit``."""
         place = self.root(salt)
         block_ids: list[int] = []
-        for start in range(0, limit // self.block_size * self.block_size, self.block_size):
-            own = tuple(token_ids[start : start + self.block_size])
-            key = self._key(place.key, own)
+        memo = [] if memo is None else memo
+        for number in range(limit // self.block_size):
+            if number == len(memo):
+                own = tuple(token_ids[number * self.block_size : (number + 1) * self.block_size])
+                memo.append((own, self._key(place.key, own)))
+            own, key = memo[number]
             entry = self.entries.get(key)
             if entry is None or entry.parent is not place or entry.token_ids != own:
                 break
@@ -86,7 +89,7 @@ class HashChain:
     def insert(self, place: Entry, token_ids: Sequence[int], block_id: int) -> tuple[Entry, list[int]]:
         """Enter a full block; an entry of the same key that is not its equal makes room. Others have no key."""
         own = tuple(token_ids)
-        if len(own) < self.block_size or self._is_gone(place):
+        if len(own) < self.block_size or self.is_gone(place):
             return place, []
         key = self._key(place.key, own)
         old = self.entries.get(key)
@@ -96,9 +99,9 @@ class HashChain:
         entry = self.entries[key] = self._entry_of[block_id] = Entry(key, place, own, block_id)
         return entry, gone
 
-    def _is_gone(self, entry: Entry) -> bool:
-        """Return whether an entry was forgotten; what stands behind it could not be reached."""
-        return entry.parent is not None and self.entries.get(entry.key) is not entry
+    def is_gone(self, place: Entry) -> bool:
+        """Return whether the entry was forgotten; what stands behind it could not be reached."""
+        return place.parent is not None and self.entries.get(place.key) is not place
 
     def forget(self, block_id: int) -> list[int]:
         """Forget a block. Those behind it cannot be reached any more and are evicted in their turn."""

@@ -32,8 +32,15 @@ class PrefixIndex(Protocol):
         """Return the place before the first block, for requests of a salt."""
         ...
 
-    def match(self, token_ids: Sequence[int], salt: str, limit: int) -> Match:
-        """Return the longest cached beginning of a sequence, of at most ``limit`` tokens."""
+    def match(self, token_ids: Sequence[int], salt: str, limit: int, memo: list | None = None) -> Match:
+        """Return the longest cached beginning of a sequence, of at most ``limit`` tokens.
+
+        ``memo`` keeps what was computed from the tokens alone, for the next look with the same tokens.
+        """
+        ...
+
+    def is_gone(self, place: Any) -> bool:
+        """Return whether what is entered behind a place could not be found: an eviction has cut it off."""
         ...
 
     def insert(self, place: Any, token_ids: Sequence[int], block_id: int) -> tuple[Any, list[int]]:

@@ -15,16 +15,18 @@ class SamplingParams(BatchingParams):
 
     Args:
         cache_salt: Only requests with an equal salt find each other's blocks. Without one, a request that comes back
-            sooner than it should tells its sender that somebody else has sent the same prefix before. "" is the salt
-            of everybody who names none.
+            sooner than it should tells its sender that somebody else has sent the same prefix before. "" and None are
+            the salt of everybody who names none.
 
     Raises:
         UserError: A value is out of range.
     """
 
-    cache_salt: str = ""
+    cache_salt: str | None = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LENGTH:
+        if self.cache_salt is not None and (
+            not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LENGTH
+        ):
             raise UserError(f"cache_salt must be text of at most {MAX_SALT_LENGTH} characters")

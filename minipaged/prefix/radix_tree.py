@@ -38,11 +38,12 @@ class RadixTree:
         A node's block is behind its parent's, token for token. One block has at most one node.
 
     Cost:
-        A look-up for each block of the prompt, and a binary search among the children of the last.
+        A look-up for each block of the prompt, and a binary search among the children of the last. To enter or forget
+        a block moves the pointers to its siblings, 8 bytes each: 40 us among 100,000 of them.
 
     Source:
-        RadixAttention of SGLang (Zheng et al., 2024) keeps a tree of single tokens; here its unit of storage is the
-        block, as everywhere on this ladder.
+        RadixAttention of SGLang (Zheng et al., 2024), whose edges are runs of tokens of any length, split on demand.
+        Here every edge is a block, as everywhere on this ladder, so strictly this is a trie of blocks.
 
     Example:
         >>> tree = RadixTree(block_size=4)
@@ -64,13 +65,16 @@ class RadixTree:
         """Return the place before the first block, for requests of a salt."""
         return self._roots.setdefault(salt, Node())
 
-    def match(self, token_ids: Sequence[int], salt: str, limit: int) -> Match:
+    def match(self, token_ids: Sequence[int], salt: str, limit: int, memo: list | None = None) -> Match:
         """Return the whole blocks at the beginning of a sequence, and one that goes on with it for some tokens."""
         node = self.root(salt)
         block_ids: list[int] = []
         start = 0
+        memo = [] if memo is None else memo
         while start + self.block_size <= limit:
-            child = node.by_tokens.get(tuple(token_ids[start : start + self.block_size]))
+            if len(block_ids) == len(memo):
+                memo.append(tuple(token_ids[start : start + self.block_size]))
+            child = node.by_tokens.get(memo[len(block_ids)])
             if child is None:
                 break
             assert child.block_id is not None
@@ -90,6 +94,10 @@ class RadixTree:
             if block_id is not None and length > (best[1] if best else 0):
                 best = block_id, length
         return best
+
+    def is_gone(self, place: Node) -> bool:
+        """Return whether the node was forgotten, with all before it or alone."""
+        return place.is_gone
 
     def insert(self, place: Node, token_ids: Sequence[int], block_id: int) -> tuple[Node, list[int]]:
         """Enter a block, unless a child begins with its tokens. A leaf that is only its beginning makes room."""

@@ -61,7 +61,8 @@ class PrefixScheduler(Scheduler):
     """Continuous batching over a cache that remembers.
 
     Changes of rung 4: a request begins behind what it finds in the cache, and what it costs the cache is counted.
-    Rows that decode and begin in the same blocks are put side by side, to read those once.
+    Rows that decode and have whole pieces of `SHARED_UNIT` tokens at their beginning in the same blocks are put side
+    by side, to read those once.
     """
 
     group_type = PrefixGroup
@@ -86,14 +87,18 @@ class PrefixScheduler(Scheduler):
         self.cache.release_pins()
 
     def _enter(self, group: PrefixGroup, plan: Plan) -> None:
-        is_first = group.num_preemptions == 0
+        is_first, before = group.num_preemptions == 0, group.num_evictions
         hits, evictions = self.cache.num_hit_tokens, self.cache.pool.num_evictions
         super()._enter(group, plan)
-        group.num_evictions += self.cache.pool.num_evictions - evictions
+        group.num_evictions = before + self.cache.pool.num_evictions - evictions
         for member in group.members:
             member.num_found = self.cache.num_found(member.seq_id)
         if is_first:
             group.num_hit_tokens = self.cache.num_hit_tokens - hits
+
+    def may_be_passed(self, group: PrefixGroup) -> bool:
+        """Let others enter while a group waits for a block that a running request is about to write."""
+        return group.waiting_room is not None and self.cache.is_coming(group.waiting_room)
 
     def _append(self, group: PrefixGroup, plan: Plan) -> None:
         evictions = self.cache.pool.num_evictions

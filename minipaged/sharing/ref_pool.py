@@ -4,7 +4,10 @@ from minipaged.errors import AccountingError
 from minipaged.paged.block_pool import BlockPool
 from minipaged.tiers import declare_part
 
-declare_part("ref_counted_block_pool", "class with the methods of RefCountedBlockPool; read when an LLM is made")
+declare_part(
+    "ref_counted_block_pool",
+    "class with the methods of RefCountedBlockPool; read when an LLM on rung 'sharing' or 'batching' is made",
+)
 
 
 class RefCountedBlockPool(BlockPool):

@@ -262,7 +262,7 @@ def come_back(cache: PrefixCache, swapped: Swapped, tokens: list[int], old: list
 
 
 @BOTH
-def test_a_swapped_sequence_whose_entries_are_gone_enters_nothing_behind_them(kind: Kind):
+def test_a_swapped_sequence_whose_entries_are_gone_enters_its_blocks_again(kind: Kind):
     cache = make_cache(kind, num_blocks=6, block_size=4)
     tokens = list(range(11))
     admit(cache, 1, tokens)
@@ -272,8 +272,41 @@ def test_a_swapped_sequence_whose_entries_are_gone_enters_nothing_behind_them(ki
     cache.swap_in(swapped)
     cache.append(1)
     cache.note_computed(1, 12, [*tokens, 99])
-    assert cache.index.match(tokens, "", 11).block_ids == []
-    assert not any(cache.pool.is_cached(b) for b in cache.tables[1].block_ids)
+    own = cache.tables[1].block_ids
+    assert cache.index.match([*tokens, 99], "", 12).block_ids == own
+    assert all(cache.pool.is_cached(block_id) for block_id in own)
+    cache.check()
+
+
+@BOTH
+def test_a_sequence_that_computed_what_another_had_entered_is_found_after_the_other_is_gone(kind: Kind):
+    cache = make_cache(kind, num_blocks=6, block_size=4)
+    tokens = list(range(9))
+    admit(cache, 1, tokens[:8])
+    admit(cache, 2, tokens[:8])
+    for seq_id in (1, 2):
+        cache.note_computed(seq_id, 8, tokens[:8])
+    own = list(cache.tables[2].block_ids)
+    cache.free(1)
+    enter_and_leave(cache, list(range(100, 116)))  # takes the first one's blocks
+    assert cache.index.match(tokens, "", 8).block_ids == []
+    for token in range(4):
+        cache.append(2)
+    cache.note_computed(2, 12, [*tokens[:8], 1, 2, 3, 4])
+    assert cache.index.match(tokens, "", 8).block_ids == own
+    cache.check()
+
+
+@BOTH
+def test_blocks_that_left_the_window_are_given_up_from_the_end_of_their_sequence(kind: Kind):
+    cache = make_cache(kind, num_blocks=8, block_size=4, window=5)
+    tokens = list(range(24))
+    admit(cache, 1, tokens)
+    cache.note_computed(1, 24, tokens)
+    assert cache.tables[1].num_released == 5
+    cache.free(1)
+    enter_and_leave(cache, list(range(100, 116)))  # two blocks are free, and two are given up
+    assert len(cache.index.match([*tokens, 0], "", 24).block_ids) == 4
     cache.check()
 
 

@@ -128,6 +128,7 @@ class PoolWalk:
         gone = {block_id} | {each for each in self.cached if self.rng.random() < 0.2}
         self.cached -= gone
         self.idle = [each for each in self.idle if each not in gone]
+        self.num_evictions += len(gone)
         return list(gone)
 
     def allocate(self, rng: Random) -> str:
@@ -139,9 +140,7 @@ class PoolWalk:
         block_id = self.pool.allocate()
         assert block_id not in self.counts and block_id not in self.idle and block_id not in self.cached
         self.counts[block_id] = 1
-        is_evicted = num_free == num_idle
-        self.num_evictions += is_evicted
-        return "evict" if is_evicted else "take"
+        return "evict" if num_free == num_idle else "take"
 
     def share(self, rng: Random) -> str | None:
         choices = [*self.counts, *self.idle]

@@ -109,7 +109,7 @@ def keep_the_entry(forget: Any) -> Any:
 
 
 def hit_everything(match: Any) -> Any:
-    return lambda self, tokens, salt, limit: match(self, tokens, salt, len(tokens))
+    return lambda self, tokens, salt, limit, memo: match(self, tokens, salt, len(tokens))
 
 
 def count_idle_twice(weigh: Any) -> Any:
