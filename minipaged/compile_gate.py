@@ -64,6 +64,8 @@ ARGUMENTS: dict[str, list[Shape | float]] = {
         *("B H D", "N S K D", "N S K D"),
         *[(axes, torch.int32) for axes in ("B M", "B", "P+1", "P")],
     ],
+    "fast.skinny_linear": ["T E", "F E"],
+    "fast.norm_rotate_write": ["T (H+2K)D"],
 }
 """The positional arguments of every operation, as ``rung.operation``."""
 
@@ -114,6 +116,7 @@ class Case:
             return spec
         sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "P": 3, "2": 2, **self.sizes}
         sizes |= {"D/2": sizes.get("D", 0) // 2, "B+1": sizes["B"] + 1, "P+1": sizes["P"] + 1}
+        sizes |= {"(H+2K)D": (sizes.get("H", 0) + 2 * sizes.get("K", 0)) * sizes.get("D", 0)}
         return torch.empty([sizes[axis] for axis in spec[0].split()], dtype=spec[1], device="cuda")
 
 
@@ -138,7 +141,28 @@ def all_cases() -> list[Case]:
     cases += [Case(shared, sizes | {"S": slots, "M": 2048}) for slots in (1, 5, 256)]
     for op in ("paged.write_slots", "sharing.copy_blocks", "batching.gather_blocks", "batching.scatter_blocks"):
         cases += [Case(op, {"K": 8, "D": head_dim, "S": 16}) for head_dim in (128, 80)]
+    return cases + fast_cases()
+
+
+def fast_cases() -> list[Case]:
+    """Return the calls to compile of the operations above the rungs."""
+    skinny, rotate = "fast.skinny_linear", "fast.norm_rotate_write"
+    weights = [(4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072), (4096, 4096), (6144, 4096), (28672, 4096)]
+    cases = [Case(skinny, {"T": 16, "F": num_out, "E": num_in}) for num_out, num_in in weights]
+    cases += [Case(skinny, {"T": 1, "F": 1000, "E": 100}, {"bias": "F"})]
+    for num_heads, num_kv_heads, head_dim in HEADS:
+        sizes = {"H": num_heads, "K": num_kv_heads, "D": head_dim, "S": 16}
+        cases += [Case(rotate, sizes, pack(num_heads, norm)) for norm in ("D", None)]
     return cases
+
+
+def pack(num_heads: int, norm: str | None) -> dict[str, Any]:
+    """Return the arguments of ``norm_rotate_write`` behind the packed rows."""
+    angles, pool = ("T D/2", torch.float32), "N S K D"
+    return {
+        **{"q_norm": norm, "k_norm": norm, "eps": 1e-6, "cos": angles, "sin": angles},
+        **{"k_pool": pool, "v_pool": pool, "slot_mapping": ("T", torch.int64), "num_heads": num_heads},
+    }
 
 
 def attend(window: int | None = None) -> dict[str, Any]:

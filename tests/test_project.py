@@ -36,6 +36,7 @@ LADDER = [
         "cases",
         "cases_ops",
         "cases_batching",
+        "cases_fast",
         "cases_prefix",
         "triton_support",
         "llm",

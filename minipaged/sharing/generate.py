@@ -141,7 +141,7 @@ class Engine(PagedEngine):
             members += family
             rows += [row] * len(family)
         outputs = []
-        for seq, token in zip(members, sample(self._pick(logits, rows), members, tier=self.model.tier), strict=True):
+        for seq, token in zip(members, sample(self._pick(logits, rows), members), strict=True):
             outputs += self._family_outputs(self.append(seq, token))
         return outputs
 
