@@ -290,7 +290,7 @@ def test_a_sequence_that_computed_what_another_had_entered_is_found_after_the_ot
     cache.free(1)
     enter_and_leave(cache, list(range(100, 116)))  # takes the first one's blocks
     assert cache.index.match(tokens, "", 8).block_ids == []
-    for token in range(4):
+    for _ in range(4):
         cache.append(2)
     cache.note_computed(2, 12, [*tokens[:8], 1, 2, 3, 4])
     assert cache.index.match(tokens, "", 8).block_ids == own
