@@ -65,29 +65,14 @@ class Rows:
             seq_lens=tensor(array("i", (chunk.stop for chunk in chunks))),
         )
 
-    def split(self, num_rows: int) -> tuple["Rows", "Rows"]:
-        """Return the first rows, which have one token each, and the others."""
-        first = replace(
+    def behind(self, num_rows: int) -> "Rows":
+        """Return what `attend` needs of the rows behind the first ones, which have one token each."""
+        return replace(
             self,
-            token_ids=self.token_ids[:num_rows],
-            positions=self.positions[:num_rows],
-            slots=self.slots[:num_rows],
-            logits_at=None,
-            block_tables=self.block_tables[:num_rows],
-            query_starts=self.query_starts[: num_rows + 1],
-            seq_lens=self.seq_lens[:num_rows],
-        )
-        others = replace(
-            self,
-            token_ids=self.token_ids[num_rows:],
-            positions=self.positions[num_rows:],
-            slots=self.slots[num_rows:],
-            logits_at=None,
             block_tables=self.block_tables[num_rows:],
             query_starts=self.query_starts[num_rows:] - num_rows,
             seq_lens=self.seq_lens[num_rows:],
         )
-        return first, others
 
     def attend(
         self,

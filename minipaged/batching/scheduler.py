@@ -373,13 +373,13 @@ class Scheduler:
 
     def _leave(self, group: Group, reason: str) -> None:
         group.is_gone = True
-        if not group.is_running:
-            self.waiting.note_gone()
         if group.is_running:
             self.running.remove(group)
             group.is_running = False
             for seq_id in group.seq_ids:
                 self.cache.free(seq_id)
+        else:
+            self.waiting.note_gone()
         self._forget_swapped(group)
         self._tell("finish", group, reason=reason)
 

@@ -125,7 +125,7 @@ class PrefixCache(BatchingCache):
         self.policy = policy
         self.num_hit_tokens = 0
         self._walks: dict[int, Walk] = {}
-        self._coming: Counter[tuple[Any, tuple[int, ...]]] = Counter()  # blocks that are about to be written
+        self._coming: Counter[Coming] = Counter()  # blocks that are about to be written
         self._pinned: list[int] = []  # sources of copies of this step
         super().__init__(num_blocks, block_size, window)
 
@@ -294,12 +294,12 @@ class PrefixCache(BatchingCache):
             self.pool.touch(block_id)  # given back first, but worth more than what is behind them
 
     def _enter_tail(self, walk: Walk, table: PartialTable) -> None:
-        tail = walk.token_ids[walk.num_entered * table.block_size : walk.num_computed]
-        if walk.num_computed > walk.num_entered * table.block_size and table.num_released <= walk.num_entered:
+        start = walk.num_entered * table.block_size
+        if walk.num_computed > start and table.num_released <= walk.num_entered:
             self._rejoin(walk, table)
             block_id = table.block_ids[walk.num_entered]
             if self.pool.num_references(block_id) == 1 and block_id not in self.index:
-                self._enter(walk, tail, block_id)
+                self._enter(walk, walk.token_ids[start : walk.num_computed], block_id)
 
     def swap_out(self, seq_ids: Sequence[int]) -> tuple[Swapped, list[int]]:
         """Free some sequences, but note how their blocks hang together and how far they are entered."""

@@ -102,7 +102,8 @@ class Engine(BatchingEngine):
             return super().attend_rows(plan, rows)
         num_shared = sum(group.num_rows for group in plan.shared)
         groups = self._group_tensors(plan.shared)
-        first, others = rows.split(num_shared)
+        first_tables, first_lens = rows.block_tables[:num_shared], rows.seq_lens[:num_shared]
+        others = rows.behind(num_shared)
         windows, tier = self.model.config.layer_windows, self.model.tier
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class Engine(BatchingEngine):
             self.num_shared_launches += 1
             out = torch.empty_like(q)
             out[:num_shared] = shared_prefix_attention(
-                q[:num_shared], k_pool, v_pool, first.block_tables, first.seq_lens, *groups, tier=tier
+                q[:num_shared], k_pool, v_pool, first_tables, first_lens, *groups, tier=tier
             )
             if num_shared < len(q):
                 out[num_shared:] = others.attend(q[num_shared:], k_pool, v_pool, window=None, tier=tier)
