@@ -123,26 +123,6 @@ def test_samples_that_fork_in_the_middle_of_all_others_get_the_tokens_of_rung_0(
         assert w.preemptions == 0
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("policy", WAYS)
-def test_samples_that_are_sent_away_together_get_the_tokens_of_rung_0(
-    oracle: Oracle, policy: str, block_size: int, same_tokens
-):
-    w = watched(oracle.folder, preemption=policy, **slots(80, block_size))
-    check_samples(w, oracle, same_tokens)
-    assert was_sent_away(w, policy)
-
-
-@pytest.mark.parametrize("policy", WAYS)
-def test_samples_that_are_sent_away_after_every_token_get_the_tokens_of_rung_0(
-    oracle: Oracle, policy: str, same_tokens
-):
-    w = watched(oracle.folder, preemption=policy, **slots(256, 4))
-    with sent_away(after_every_token()):
-        check_samples(w, oracle, same_tokens, has_copies=policy != "recompute")
-    assert was_sent_away(w, policy)
-
-
 def check_samples(w: Watched, oracle: Oracle, same_tokens: SameTokens, has_copies: bool = True) -> None:
     """Compare samples and lone answers of one batch with those of rung 0, by the seeds that they had.
 
@@ -166,26 +146,6 @@ def test_beams_get_the_tokens_of_the_rung_before(oracle: Oracle, same_tokens):
     assert w.preemptions == 0
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("policy", WAYS)
-def test_beams_that_are_sent_away_together_get_the_tokens_of_the_rung_before(
-    oracle: Oracle, policy: str, block_size: int, same_tokens
-):
-    w = watched(oracle.folder, preemption=policy, **slots(80, block_size))
-    check_beams(w, oracle, same_tokens)
-    assert was_sent_away(w, policy)
-
-
-@pytest.mark.parametrize("policy", WAYS)
-def test_beams_that_are_sent_away_after_every_token_get_the_tokens_of_the_rung_before(
-    oracle: Oracle, policy: str, same_tokens
-):
-    w = watched(oracle.folder, preemption=policy, **slots(256, 4))
-    with sent_away(after_every_token()):
-        check_beams(w, oracle, same_tokens, has_copies=policy != "recompute")
-    assert was_sent_away(w, policy)
-
-
 def check_beams(w: Watched, oracle: Oracle, same_tokens: SameTokens, has_copies: bool = True) -> None:
     """Compare beam searches among other requests with those of rung 3 in a large cache."""
     prompts = oracle.prompts[1:5]
@@ -195,6 +155,31 @@ def check_beams(w: Watched, oracle: Oracle, same_tokens: SameTokens, has_copies:
     assert (w.engine.stats()["copies"] > 0) == has_copies
     reference = LLM(oracle.folder, rung="sharing", dtype="float32", device="cpu", **slots(512, 4))
     same_tokens(tokens_of(results), tokens_of(reference.generate(prompts, params)))
+
+
+CHECKS = {"samples": check_samples, "beams": check_beams}
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("policy", WAYS)
+def test_families_that_are_sent_away_together_get_the_same_tokens(
+    oracle: Oracle, policy: str, block_size: int, kind: str, same_tokens
+):
+    w = watched(oracle.folder, preemption=policy, **slots(80, block_size))
+    CHECKS[kind](w, oracle, same_tokens)
+    assert was_sent_away(w, policy)
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+@pytest.mark.parametrize("policy", WAYS)
+def test_families_that_are_sent_away_after_every_token_get_the_same_tokens(
+    oracle: Oracle, policy: str, kind: str, same_tokens
+):
+    w = watched(oracle.folder, preemption=policy, **slots(256, 4))
+    with sent_away(after_every_token()):
+        CHECKS[kind](w, oracle, same_tokens, has_copies=policy != "recompute")
+    assert was_sent_away(w, policy)
 
 
 # -- over rung 1's arena

@@ -332,16 +332,9 @@ class BatchingCache(SharingCache):
         return list(block_at.items())
 
     def count_references(self) -> Counter[int]:
-        """Return how many tables own each block."""
+        """Return how many tables own each block; one that was given back is somebody else's."""
         return Counter(block_id for table in self.tables.values() for block_id in table.owned_block_ids)
 
     def check(self) -> None:
-        """Assert the invariants."""
-        self.pool.check()
-        counts = self.count_references()
-        for block_id in range(self.pool.num_blocks):
-            assert counts[block_id] == self.pool.num_references(block_id), f"block {block_id} is miscounted"
-        for table in self.tables.values():
-            table.check()
-        for source, target in self.pending_copies:
-            assert counts[target] == 1 and source != target, f"block {target} waits for a copy and is not one's own"
+        """Assert the invariants. There are no promises to check."""
+        self.check_blocks()

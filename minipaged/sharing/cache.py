@@ -188,16 +188,24 @@ class SharingCache(PagedCache):
         used = (self.pool.num_blocks - self.pool.num_free) * self.pool.block_size
         return Waste(token_states=used - internal, reserved=0, internal=internal, external=0)
 
-    def check(self) -> None:
-        """Assert the invariants."""
+    def count_references(self) -> Counter[int]:
+        """Return how many tables hold each block."""
+        return Counter(block_id for table in self.tables.values() for block_id in table.block_ids)
+
+    def check_blocks(self) -> None:
+        """Assert that the pool, the tables and the pending copies agree."""
         self.pool.check()
-        counts = Counter(block_id for table in self.tables.values() for block_id in table.block_ids)
+        counts = self.count_references()
         for block_id in range(self.pool.num_blocks):
             assert counts[block_id] == self.pool.num_references(block_id), f"block {block_id} is miscounted"
         for table in self.tables.values():
             table.check()
         for source, target in self.pending_copies:
             assert counts[target] == 1 and source != target, f"block {target} waits for a copy and is not one's own"
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.check_blocks()
         assert self._family.keys() == self.tables.keys() == self._max_blocks.keys()
         self._check_promises()
 
