@@ -354,7 +354,7 @@ class PrefixCache(BatchingCache):
     def check(self) -> None:
         """Assert the invariants."""
         super().check()
-        self.index.check(self.pool.block_size)
+        self.index.check()
         for block_id in range(self.pool.num_blocks):
             assert (block_id in self.index) == self.pool.is_cached(block_id), f"block {block_id} is mismarked"
         assert self._walks.keys() == self.tables.keys()

@@ -114,12 +114,12 @@ class HashChain:
     def _key(self, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
         return (replacement("block_key") or block_key)(parent, token_ids)
 
-    def check(self, block_size: int) -> None:
+    def check(self) -> None:
         """Assert the invariants."""
         assert {id(entry) for entry in self.entries.values()} == {id(entry) for entry in self._entry_of.values()}
         for block_id, entry in self._entry_of.items():
             assert self.entries[entry.key] is entry and entry.block_id == block_id and entry.parent is not None
-            assert len(entry.token_ids) == block_size
+            assert len(entry.token_ids) == self.block_size
             assert entry.key == self._key(entry.parent.key, entry.token_ids), (
                 f"block {block_id} is not what it is called"
             )

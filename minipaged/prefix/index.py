@@ -60,6 +60,6 @@ class PrefixIndex(Protocol):
         """Return whether the block has an entry."""
         ...
 
-    def check(self, block_size: int) -> None:
+    def check(self) -> None:
         """Assert the invariants."""
         ...

@@ -136,7 +136,7 @@ class RadixTree:
     def __contains__(self, block_id: object) -> bool:
         return block_id in self._node_of
 
-    def check(self, block_size: int) -> None:
+    def check(self) -> None:
         """Assert the invariants."""
         seen = {}
         waiting = list(self._roots.values())
@@ -144,8 +144,8 @@ class RadixTree:
             node = waiting.pop()
             assert node.in_order == sorted(node.by_tokens)
             for tokens, child in node.by_tokens.items():
-                assert child.token_ids == tokens and child.parent is node and 0 < len(tokens) <= block_size
-                assert len(tokens) == block_size or not child.by_tokens, "a part-full block is not the last"
+                assert child.token_ids == tokens and child.parent is node and 0 < len(tokens) <= self.block_size
+                assert len(tokens) == self.block_size or not child.by_tokens, "a part-full block is not the last"
                 seen[child.block_id] = child
             waiting += node.by_tokens.values()
         assert seen == self._node_of

@@ -95,7 +95,7 @@ class IndexWalk:
         return "forget several" if len(behind) > 1 else "forget"
 
     def check(self) -> None:
-        self.index.check(self.size)
+        self.index.check()
         assert all((b in self.index) == (b in self.blocks) for b in range(self.next_block))
 
 

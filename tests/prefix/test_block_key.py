@@ -154,11 +154,11 @@ def test_a_chain_with_one_key_for_all_blocks_finds_what_is_right_or_nothing():
         assert gone == [] and chain.match([1, 2, 3], "", 2).block_ids == [7]
         second, gone = chain.insert(first, [3, 4], 5)
         assert gone == [7] and 7 not in chain and 5 in chain
-        chain.check(2)
+        chain.check()
         for tokens in ([1, 2, 3, 4, 5], [3, 4, 5], [9, 9, 9]):
             assert chain.match(tokens, "", len(tokens) - 1).block_ids == []
         assert chain.insert(first, [8, 8], 6) == (first, []), "what follows a forgotten block cannot be reached"
         assert chain.insert(second, [8, 8], 6)[1] == [5]
         assert chain.insert(chain.root("a"), [1, 2], 3)[1] == [6]
         assert chain.match([1, 2, 3], "", 2).block_ids == [] and chain.match([1, 2, 3], "a", 2).block_ids == [3]
-        chain.check(2)
+        chain.check()

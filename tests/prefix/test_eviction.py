@@ -97,14 +97,14 @@ def test_a_parent_that_is_evicted_takes_its_idle_children_along_and_leaves_no_wr
     cache.free(1)
     while parent in cache.index:
         cache.pool.allocate()
-    cache.index.check(4)
+    cache.index.check()
     cache.pool.check()
     assert cache.index.match(tokens, "", 8).block_ids == []
     assert (child in cache.index) == (kind == "hash"), "the tree forgets what cannot be reached; the chain in its turn"
     assert cache.pool.num_references(child) == 1
     cache.note_computed(2, 9, tokens)
     cache.free(2)
-    cache.index.check(4)
+    cache.index.check()
 
 
 # -- cost

@@ -37,7 +37,7 @@ def test_a_hit_ends_at_the_first_block_that_is_not_there():
     assert chain.forget(1) == [1]
     assert chain.match([*tokens, 0], "", 48).block_ids == [0]
     assert 2 in chain, "it cannot be reached, and is evicted in its turn"
-    chain.check(16)
+    chain.check()
 
 
 def test_a_block_that_comes_back_does_not_bring_back_what_stood_behind_it():
@@ -48,7 +48,7 @@ def test_a_block_that_comes_back_does_not_bring_back_what_stood_behind_it():
     assert chain.match([*tokens, 0], "", 48).block_ids == [0, 7]
     place, gone = chain.insert(place, tokens[32:48], 8)
     assert gone == [2] and chain.match([*tokens, 0], "", 48).block_ids == [0, 7, 8]
-    chain.check(16)
+    chain.check()
 
 
 def test_a_block_behind_a_forgotten_one_is_not_entered():

@@ -58,7 +58,7 @@ def test_a_part_full_block_makes_room_for_a_longer_one_and_not_for_a_shorter():
     assert tree.insert(root, [1, 2, 3], 2)[1] == [0] and 0 not in tree
     assert tree.insert(root, [1, 2, 3, 4], 3)[1] == [2] and 2 not in tree
     assert tree.insert(root, [1, 2, 3], 4)[1] == [] and 4 not in tree
-    tree.check(4)
+    tree.check()
 
 
 def test_a_part_full_block_has_nothing_behind_it():
@@ -72,7 +72,7 @@ def test_with_a_block_all_behind_it_is_forgotten():
     assert sorted(tree.forget(1)) == [1, 2] and 7 in tree
     assert sorted(tree.forget(0)) == [0, 7]
     assert tree.match(tokens, "", 39).block_ids == []
-    tree.check(16)
+    tree.check()
 
 
 def test_a_block_behind_a_forgotten_one_is_not_entered():
@@ -80,7 +80,7 @@ def test_a_block_behind_a_forgotten_one_is_not_entered():
     place = tree.match([*tokens, 0], "", 32).place
     tree.forget(0)
     assert tree.insert(place, [1] * 16, 5) == (place, []) and 5 not in tree
-    tree.check(16)
+    tree.check()
 
 
 def test_only_requests_of_a_salt_find_each_other():
