@@ -20,7 +20,7 @@ Who shares can be heard: a prompt that answers sooner than it should was sent be
 Where rows of a step have 1,024 tokens or more at their beginning in the same blocks, attention reads those once for
 all of them (`shared_prefix_attention`; vLLM calls it cascade attention).
 
-Modules: `block_key` (names), `index` (the interface), `hash_chain`, `radix_tree`, `eviction`, `caching_pool`, `cache`,
-`scheduler`, `ops`, `reference`, `kernels`, `params`, `metrics`, `generate`.
+Modules: `block_key` (names), `index` (the interface), `hash_chain`, `radix_tree`, `eviction`, `caching_pool`, `walk`,
+`cache`, `scheduler`, `ops`, `reference`, `kernels`, `params`, `metrics`, `generate`.
 Source: automatic prefix caching of vLLM; RadixAttention of SGLang (Zheng et al., 2024).
 """

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from minipaged.batching.cache import BatchingCache, PartialTable, Room, Swapped
 from minipaged.errors import AccountingError
@@ -11,6 +10,7 @@ from minipaged.paged.block_table import num_blocks_for
 from minipaged.prefix.caching_pool import CachingBlockPool
 from minipaged.prefix.eviction import EvictionPolicy
 from minipaged.prefix.index import Match, PrefixIndex
+from minipaged.prefix.walk import Coming, PrefixSwapped, Walk
 
 
 @dataclass(frozen=True)
@@ -28,38 +28,6 @@ class PrefixRoom(Room):
     salt: str
     limits: list[int]
     memos: list[list] = field(default_factory=list, compare=False)
-
-
-Coming = tuple[Any, tuple[int, ...]]
-"""A block that is about to be written: the place that it follows, and its tokens."""
-
-
-@dataclass(slots=True)
-class Walk:
-    """How far a sequence's blocks are entered into the index.
-
-    Args:
-        token_ids: The sequence's tokens, a list that grows.
-        root: The place before its first block.
-        place: The index's place behind the last block that is entered.
-        num_entered: How many blocks that is.
-        num_computed: How many tokens have keys and values.
-        coming: The block that the prefill writes next.
-    """
-
-    token_ids: list[int]
-    root: Any
-    place: Any
-    num_entered: int
-    num_computed: int
-    coming: Coming | None = None
-
-
-@dataclass
-class PrefixSwapped(Swapped):
-    """Rung 4's note of swapped sequences, and how far each was entered."""
-
-    walks: dict[int, Walk] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
