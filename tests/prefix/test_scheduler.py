@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from minipaged import use
+from minipaged.batching.limits import MAX_PASSED
 from minipaged.batching.plan import Plan
 from minipaged.batching.preemption import Policy
 from minipaged.prefix.scheduler import PrefixPlan
@@ -146,6 +147,64 @@ def test_requests_of_other_salts_do_not_wait_for_each_other_and_find_nothing(kin
     groups = [serve(driver, prompt, **each) for each in options]
     hits = [group.num_hit_tokens for group in groups]
     assert hits == ([48, 0, 48] if kind == "hash" else [63, 0, 63])
+
+
+# -- passing one that waits
+
+
+def entered(driver: PrefixDriver) -> list[int]:
+    """Return who entered in the last step, in that order."""
+    return [event.request_id for event in reversed(driver.acts_of_step("admit"))]
+
+
+@BOTH
+def test_a_short_request_passes_one_that_waits_for_a_block_and_leaves_it_its_turn(kind: Kind):
+    driver = PrefixDriver(kind, max_num_batched_tokens=128)
+    for prompt in ([*range(48), 1], [*range(48), 2], [3] * 8, [*range(48), 4], [5] * 8):
+        driver.add(prompt, 2)
+    driver.step()
+    assert entered(driver) == [0, 2, 4]
+    waiting = driver.acts_of_step("wait")
+    assert {event.request_id for event in waiting} == {1, 3}
+    assert all(event.reason.startswith("waits for a block") for event in waiting)
+    driver.step()
+    assert entered(driver) == [1, 3]
+    driver.run()
+
+
+@BOTH
+def test_only_a_request_that_the_step_has_tokens_for_passes(kind: Kind):
+    """Its rest would take tokens of the next step from the one that it passed."""
+    for length, order in ((15, [0, 2]), (16, [0])):
+        driver = PrefixDriver(kind, max_num_batched_tokens=64)
+        for prompt in ([*range(48), 1], [*range(48), 2], [3] * length):
+            driver.add(prompt, 2)
+        driver.step()
+        assert entered(driver) == order, f"{length} tokens beside 49, where the step has 64"
+        driver.run()
+
+
+@BOTH
+def test_nobody_passes_one_that_waits_for_free_blocks(kind: Kind):
+    driver = PrefixDriver(kind, num_blocks=4)
+    for prompt in ([1] * 40, [2] * 40, [3] * 8):
+        driver.add(prompt, 2)
+    driver.step()
+    assert entered(driver) == [0]
+    driver.run()
+
+
+@BOTH
+def test_a_step_passes_by_at_most_so_many(kind: Kind):
+    """A step looks at one more than it may pass, so what it takes does not grow with the queue."""
+    for num_waiting, order in ((MAX_PASSED, [0, MAX_PASSED + 1]), (MAX_PASSED + 1, [0])):
+        driver = PrefixDriver(kind, num_blocks=400, max_num_batched_tokens=512)
+        for i in range(num_waiting + 1):
+            driver.add([*range(48), i], 1)
+        driver.add([7] * 8, 1)
+        driver.step()
+        assert entered(driver) == order
+        assert len(driver.acts_of_step("wait")) == num_waiting
 
 
 # -- a small pool
