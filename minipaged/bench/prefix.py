@@ -59,20 +59,37 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(engines: dict[str, LLM], options: argparse.Namespace, num_shared: int) -> dict[str, dict[str, list[float]]]:
-    """Return seconds and hit tokens of each run, by cache. Runs alternate, so that all caches meet the same machine."""
+    """Return seconds and hit tokens of each run, by cache.
+
+    Runs alternate, in a new order each round, so that all caches meet the same machine. On the CPU the seconds are
+    those of the processor, which other programs on the machine change less than those of the clock.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "hit_tokens": []} for name in engines}
     params = SamplingParams(temperature=0, max_tokens=options.output_tokens, ignore_eos=True)
     for repeat in range(options.repeats + 1):
         progress(f"{num_shared} shared tokens, run {repeat} of {options.repeats}")
-        for name, llm in engines.items():
+        for name in rotated(list(engines), repeat):
+            llm = engines[name]
+            clock = time.process_time if llm.device.type == "cpu" else time.perf_counter
             prompts = make_prompts(options, num_shared, llm.config.vocab_size, seed=repeat)
             before = llm.stats()["hit_tokens"]
-            start = time.perf_counter()
+            start = clock()
             llm.generate(prompts, params, progress=False)
             if repeat:  # the first run warms up
-                found[name]["seconds"].append(time.perf_counter() - start)
+                found[name]["seconds"].append(clock() - start)
                 found[name]["hit_tokens"].append(llm.stats()["hit_tokens"] - before)
     return found
+
+
+def rotated(names: list[str], distance: int) -> list[str]:
+    """Return the names from another one on.
+
+    Example:
+        >>> rotated(["None", "hash", "radix"], 4)
+        ['hash', 'radix', 'None']
+    """
+    distance %= len(names)
+    return names[distance:] + names[:distance]
 
 
 def make_prompts(options: argparse.Namespace, num_shared: int, vocab_size: int, seed: int) -> list[list[int]]:
