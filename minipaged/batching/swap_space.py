@@ -10,6 +10,7 @@ from minipaged.batching.preemption import Policy, Preemption
 from minipaged.foundation.model import DecoderModel
 from minipaged.shapes import Float, Tensor
 from minipaged.tiers import Tier
+from minipaged.transfer import send
 
 # What "auto" weighs, as orders of magnitude: which of the two is quicker rarely hangs on a factor of two.
 FLOPS = {"cuda": 4e14, "cpu": 1e11}
@@ -93,7 +94,7 @@ class SwapSpace:
 
     def _ids(self, swap: Swap) -> Tensor:
         ids = [block_id for _, block_id in swap.pairs]
-        return torch.tensor(ids, dtype=torch.int64, device=self.kv.device)
+        return send(ids, torch.int64, self.kv.device)
 
     def _wait_for_kernels(self) -> None:
         if self.kv.is_cuda:

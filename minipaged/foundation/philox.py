@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import torch
 
 from minipaged.shapes import Float, Int, Tensor
+from minipaged.transfer import send
 
 SEED_LIMIT = 2**64
 _MASK = 0xFFFFFFFF
@@ -139,7 +140,7 @@ def seed_tensor(seeds: Sequence[int], device: torch.device | str = "cpu") -> Int
         >>> seed_tensor([42, 2**64 - 1]).tolist()
         [42, -1]
     """
-    return torch.tensor([seed - SEED_LIMIT if seed >= 2**63 else seed for seed in seeds], device=device)
+    return send([seed - SEED_LIMIT if seed >= 2**63 else seed for seed in seeds], torch.int64, device)
 
 
 def child_seed(seed: int, index: int) -> int:
