@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minipaged.cases import ATTENTION_CASES, AttentionCase, PagedInputs, make_paged_inputs
+from minipaged.cases_ops import COARSE_CUT, FIRST_CUT, NEXT_CUT
 from minipaged.shapes import UNUSED_BLOCK, Int, Tensor
 
 
@@ -52,12 +53,15 @@ RAGGED_CASES = (
     ),
 )
 
-RAGGED_SPLIT_CASES = (
-    RaggedCase("split-edge", (1023, 1024, 1025), 2, 1, num_queries=(1, 1, 1)),
-    RaggedCase("three-splits-and-a-chunk", (2049, 30), 2, 1, num_queries=(1, 4)),
-    RaggedCase("window-across-splits", (1500, 8), 2, 1, window=700, num_queries=(1, 3)),
-    RaggedCase("window-in-second-split", (1500,), 2, 1, window=99, num_queries=(1,)),
-    RaggedCase("splits-and-a-group-of-5", (1100,), 10, 2, 24, block_size=5, num_queries=(1,)),
+RAGGED_PIECE_CASES = (
+    RaggedCase("first-cut", FIRST_CUT, 2, 1, num_queries=(1, 1, 1)),
+    RaggedCase("coarse-cut", COARSE_CUT, 2, 1, num_queries=(1, 1, 1)),
+    RaggedCase("next-cut", NEXT_CUT, 2, 1, num_queries=(1, 1, 1)),
+    RaggedCase("eleven-pieces-and-a-chunk", (2049, 30), 2, 1, num_queries=(1, 4)),
+    RaggedCase("window-across-pieces", (1500, 8), 2, 1, window=700, num_queries=(1, 3)),
+    RaggedCase("window-in-one-piece", (1500,), 2, 1, window=99, num_queries=(1,)),
+    RaggedCase("window-from-a-cut", (1123, 1124, 1125), 2, 1, window=100, num_queries=(1, 1, 1)),
+    RaggedCase("pieces-and-a-group-of-5", (1100,), 10, 2, 24, block_size=5, num_queries=(1,)),
 )
 """Decode rows over more than one of the pieces that long sequences are cut into."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minipaged.cases_ops import Device, WriteCase, make_angles
+from minipaged.cases_ops import Device, RowCase, WriteCase, make_angles
 from minipaged.shapes import Float, Tensor
 
 
@@ -45,6 +45,17 @@ SKINNY_CASES = (
     SkinnyCase("two-steps-in-part", 2, 17, 1536),
     SkinnyCase("many-steps", 9, 17, 4100, has_bias=True),
 )
+
+
+GATE_UP_CASES = (
+    RowCase("one-row", 1, 64),
+    RowCase("one-column-each", 3, 2),
+    RowCase("odd-halves", 5, 202),
+    RowCase("tile-each", 2, 2048),
+    RowCase("tile-each-and-one-entry", 2, 2050),
+    RowCase("wider-than-two-tiles", 3, 5000),
+)
+"""Rows of two halves, gate and up, as ``silu_mul_packed`` takes them."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,19 @@ from minipaged.shapes import UNUSED_SLOT, Float, Int, Tensor
 
 Device = torch.device | str
 
-SPLIT_CASES = (
-    AttentionCase("split-edge", (1023, 1024, 1025), num_heads=2, num_kv_heads=1),
-    AttentionCase("three-splits", (2049,), num_heads=2, num_kv_heads=1),
-    AttentionCase("window-across-splits", (1500,), num_heads=2, num_kv_heads=1, window=700),
-    AttentionCase("window-in-second-split", (1500,), num_heads=2, num_kv_heads=1, window=99),
+FIRST_CUT, COARSE_CUT, NEXT_CUT = (127, 128, 129), (1023, 1024, 1025), (1535, 1536, 1537)
+"""Lengths around cuts of decode: the first, the one from which on pieces are longer, and the end of a longer one."""
+
+CUT_LENGTHS = (*FIRST_CUT, *COARSE_CUT, *NEXT_CUT)
+
+PIECE_CASES = (
+    AttentionCase("first-cut", FIRST_CUT, num_heads=2, num_kv_heads=1),
+    AttentionCase("coarse-cut", COARSE_CUT, num_heads=2, num_kv_heads=1),
+    AttentionCase("next-cut", NEXT_CUT, num_heads=2, num_kv_heads=1),
+    AttentionCase("eleven-pieces", (2049,), num_heads=2, num_kv_heads=1),
+    AttentionCase("window-across-pieces", (1500,), num_heads=2, num_kv_heads=1, window=700),
+    AttentionCase("window-in-one-piece", (1500,), num_heads=2, num_kv_heads=1, window=99),
+    AttentionCase("window-from-a-cut", (1123, 1124, 1125), num_heads=2, num_kv_heads=1, window=100),
 )
 """Decode attention over more than one of the pieces that long sequences are cut into."""
 

@@ -40,15 +40,23 @@ SHARED_KB = {(8, 0): 163, (8, 9): 99, (9, 0): 227}
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32", torch.int64: "i64"}
+TYPE_NAMES |= {torch.float64: "fp64"}
 
 Shape = str | tuple[str, torch.dtype]
 """Axes by the letters of `minipaged.shapes`, for a tensor of the dtype that is compiled for or of a given one."""
+
+
+def settings(axis: str) -> list[tuple[str, torch.dtype]]:
+    """Return the tensors of ``sample_tokens`` between logits and output indices."""
+    return [(axis, dtype) for dtype in (torch.float32, torch.int32, torch.float64, torch.float64, torch.int64)]
+
 
 ARGUMENTS: dict[str, list[Shape | float]] = {
     "foundation.rms_norm": ["T E", "E", 1e-6],
     "foundation.rotary": ["T H D", "T K D", ("T D/2", torch.float32), ("T D/2", torch.float32)],
     "foundation.silu_mul": ["T F", "T F"],
     "foundation.causal_attention": ["T H D", "T K D", "T K D", ("B+1", torch.int32)],
+    "foundation.sampler.sample_tokens": ["B V", ("B", torch.float32)],
     "contiguous.contiguous_attention": ["B H D", "B L K D", "B L K D", ("B", torch.int32)],
     "paged.write_slots": ["T K D", "T K D", "N S K D", "N S K D", ("T", torch.int64)],
     "paged.paged_attention": ["B H D", "N S K D", "N S K D", ("B M", torch.int32), ("B", torch.int32)],
@@ -66,14 +74,20 @@ ARGUMENTS: dict[str, list[Shape | float]] = {
     ],
     "fast.skinny_linear": ["T E", "F E"],
     "fast.norm_rotate_write": ["T (H+2K)D"],
+    "fast.silu_mul_packed": ["T 2F"],
+    "fast.rows.expand_rows": [
+        *(("4 N", torch.int64), ("N+1 M", torch.int32), *settings("N+1"), ("N", torch.int64)),
+        *[("N", torch.int64)] * 3,
+        *(("N M", torch.int32), ("N", torch.int32), ("N", torch.int64), *settings("N")),
+    ],
 }
 """The positional arguments of every operation, as ``rung.operation``."""
 
 LONG_TABLE = 512
-"""Width of block tables that hold more than one split: decode may then take one program for each."""
+"""Width of block tables that hold many pieces of a sequence: several programs of decode may then share them."""
 
 MANY_SEQUENCES = launch.FEW_PROGRAMS
-"""With so many, decode takes one program for all splits of a sequence."""
+"""With so many, decode takes one program for all pieces of a sequence."""
 
 HEADS = [
     (32, 8, 128),
@@ -103,7 +117,7 @@ class Case:
 
     def call(self, dtype: torch.dtype) -> None:
         """Call the operation on tensors without memory."""
-        rung, name = self.op.split(".")
+        rung, _, name = self.op.rpartition(".")
         op = getattr(importlib.import_module(f"minipaged.{rung}.ops"), name)
         arguments = [self.make(spec, dtype) for spec in ARGUMENTS[self.op]]
         op(*arguments, **{name: self.make(value, dtype) for name, value in self.options.items()}, tier="triton")
@@ -117,6 +131,7 @@ class Case:
         sizes = {"T": 64, "B": 4, "L": 256, "N": 32, "M": 8, "P": 3, "2": 2, **self.sizes}
         sizes |= {"D/2": sizes.get("D", 0) // 2, "B+1": sizes["B"] + 1, "P+1": sizes["P"] + 1}
         sizes |= {"(H+2K)D": (sizes.get("H", 0) + 2 * sizes.get("K", 0)) * sizes.get("D", 0)}
+        sizes |= {"2F": 2 * sizes.get("F", 0), "4": 4, "N+1": sizes["N"] + 1}
         return torch.empty([sizes[axis] for axis in spec[0].split()], dtype=spec[1], device="cuda")
 
 
@@ -127,11 +142,15 @@ def all_cases() -> list[Case]:
     cases = [Case("foundation.rms_norm", {"E": width}, {"residual": "T E"}) for width in (2048, 8192)]
     cases += [Case("foundation.rms_norm", {"E": width}) for width in (64, 2048)]
     cases += [Case("foundation.silu_mul", {"F": width}) for width in (8192, 1000)]
+    sampler = "foundation.sampler.sample_tokens"
+    cases += [Case(sampler, {"V": vocab_size}, limit(True)) for vocab_size in (151_936, 1000, 262_144)]
+    cases += [Case(sampler, {"V": 151_936}, limit(False))]
     for num_heads, num_kv_heads, head_dim in HEADS:
         sizes = {"H": num_heads, "K": num_kv_heads, "D": head_dim, "S": 16}
         cases += [Case("foundation.rotary", sizes), Case("batching.merge_states", sizes)]
         cases += [Case(op, sizes, attend()) for op in attention]
         cases += [Case("batching.ragged_paged_attention", sizes | {"M": LONG_TABLE}, attend())]
+        cases += [Case("batching.ragged_paged_attention", sizes | {"T": 4}, attend())]  # mostly decode rows
         cases += [Case(shared, sizes | {"M": LONG_TABLE, "B": num_seqs}) for num_seqs in (4, MANY_SEQUENCES)]
     sizes = {"H": 32, "K": 8, "D": 128}
     cases += [Case(op, sizes | {"S": 16}, attend(window=4096)) for op in attention]
@@ -150,6 +169,8 @@ def fast_cases() -> list[Case]:
     weights = [(4096, 1024), (6144, 1024), (1024, 2048), (1024, 3072), (4096, 4096), (6144, 4096), (28672, 4096)]
     cases = [Case(skinny, {"T": 16, "F": num_out, "E": num_in}) for num_out, num_in in weights]
     cases += [Case(skinny, {"T": 1, "F": 1000, "E": 100}, {"bias": "F"})]
+    cases += [Case("fast.silu_mul_packed", {"T": 64, "F": 3072})]
+    cases += [Case("fast.rows.expand_rows", {}, {"size": 32, "block_size": slots}) for slots in (16, 5)]
     for num_heads, num_kv_heads, head_dim in HEADS:
         sizes = {"H": num_heads, "K": num_kv_heads, "D": head_dim, "S": 16}
         cases += [Case(rotate, sizes, pack(num_heads, norm)) for norm in ("D", None)]
@@ -170,8 +191,15 @@ def attend(window: int | None = None) -> dict[str, Any]:
     return {"scale": 1.0, "window": window}
 
 
+def limit(has_limits: bool) -> dict[str, Any]:
+    """Return the arguments of ``sample_tokens`` behind the temperatures, with all filters or with none."""
+    dtypes = {"top_k": torch.int32, "top_p": torch.float64, "min_p": torch.float64}
+    limits = {name: ("B", dtype) if has_limits else None for name, dtype in dtypes.items()}
+    return limits | {"seeds": ("B", torch.int64), "output_indices": ("B", torch.int64)}
+
+
 def quick_cases() -> list[Case]:
-    """Return the first case of every operation, and one in which decode takes one program per split."""
+    """Return the first case of every operation, and one in which several programs of decode share a sequence."""
     first = {case.op: case for case in reversed(all_cases())}
     return [*first.values(), next(case for case in all_cases() if case.sizes.get("M") == LONG_TABLE)]
 

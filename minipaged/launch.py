@@ -45,21 +45,27 @@ class Tiles:
 # The tables go by head size: a row serves sizes up to its key. Two things limit a tile. Shared memory: a stage holds
 # one tile of K and one of V, 2 x keys x head_dim x bytes, 32 KB for 64 keys of 128 half-precision entries. Registers:
 # the running sums, queries x head_dim in fp32, stay in them all the time. More queries per tile read K and V less
-# often; in decode there are few, and all is about having enough reads in flight: at heads of 128, two warps with five
-# stages beat four with three by far.
-DECODE_TILES = {64: Tiles(16, 64, 4, 3, 168), 128: Tiles(16, 32, 2, 5, 255), 256: Tiles(16, 32, 8, 3, 128)}
+# often; in decode there are few, and all is about having enough reads in flight: at heads of 128, four small programs
+# on a processor, of two warps and three stages each, beat fewer with more stages.
+DECODE_TILES = {64: Tiles(16, 64, 4, 3, 168), 128: Tiles(16, 32, 2, 3), 256: Tiles(16, 32, 8, 3, 128)}
+# Where several programs share a row: as many keys, since these decide the bits. Left alone, the assembler arranges
+# this kernel so that a lone row of 1,024 tokens takes half as long again.
+SPLIT_TILES = {64: Tiles(16, 64, 4, 3, 168), 128: Tiles(16, 32, 2, 3, 192), 256: Tiles(16, 32, 8, 3, 128)}
 PREFILL_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 32, 8, 3), 256: Tiles(64, 16, 8, 2)}
 # From 9.0 on, the data-centre GPUs multiply matrices straight out of shared memory, of which they have 227 KB for a
 # program. All others bring the operands into registers first, and may have no more than 99 KB.
-PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)}
+PREFILL_TILES_FROM_9_0 = {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 64, 4, 3), 256: Tiles(64, 32, 8, 2)}
 # A shared prefix has as many rows as there are heads and sequences, and the keys of DECODE_TILES: see `prefix_tiles`.
-PREFIX_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 2), 256: Tiles(64, 32, 8, 2)}
+PREFIX_TILES = {64: Tiles(128, 64, 8, 3), 128: Tiles(64, 32, 4, 3), 256: Tiles(64, 32, 8, 2)}
 # fp32 is there to check the rest: matrix units do not multiply it exactly, so ordinary ones do, from small tiles.
 DECODE_TILES_FP32 = Tiles(16, 32, 4, 1)
 PREFILL_TILES_FP32 = Tiles(32, 32, 4, 1)
 
 FEW_PROGRAMS = 2 * 132
 """Fewer programs than this leave processors of a large GPU idle: an H100 has 132, and each has room for some."""
+
+PROGRAMS_AT_ONCE = 4 * 132
+"""So many programs of decode such a GPU runs at the same time; more wait until one of these has ended."""
 
 
 def prefill_tiles(q: Tensor) -> Tiles:
@@ -89,7 +95,19 @@ def decode_tiles(q: Tensor, group: int) -> Tiles:
 
     Matrix instructions want at least 16 rows. The invariant is that of `prefill_tiles`.
     """
-    tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(DECODE_TILES, q)
+    return _decode_tiles(DECODE_TILES, q, group)
+
+
+def split_tiles(q: Tensor, group: int) -> Tiles:
+    """Return the tiles for decode where several programs share a row: the keys and rows of `decode_tiles`.
+
+    The number of registers is given, not left to the assembler, so any decode kernel may take them.
+    """
+    return _decode_tiles(SPLIT_TILES, q, group)
+
+
+def _decode_tiles(table: dict[int, Tiles], q: Tensor, group: int) -> Tiles:
+    tiles = DECODE_TILES_FP32 if q.dtype == torch.float32 else _for_head_dim(table, q)
     rows = padded(group, minimum=tiles.queries)
     if rows > tiles.queries:  # sums for more rows need more registers, and then more threads, to hold them
         tiles = replace(tiles, num_warps=8 if rows > 32 else tiles.num_warps, max_registers=255)
@@ -108,17 +126,30 @@ def prefix_tiles(q: Tensor, group: int) -> Tiles:
     return replace(tiles, queries=padded(group, minimum=tiles.queries))
 
 
-def takes_one_program_per_split(num_programs: int, num_splits: int) -> bool:
-    """Return whether decode gives the pieces of a long sequence to programs of their own, and folds them afterwards.
+def programs_per_row(num_rows: int, num_pieces: int) -> int:
+    """Return how many programs share a decode row of one KV head. If more than one, its pieces are folded afterwards.
+
+    | rows | sequences at 8 KV heads | programs per row |
+    |---|---|---|
+    | fewer than FEW_PROGRAMS | 1 to 32 | as many as there are pieces, or as run at once: 66 to 2 |
+    | a few more than run at once | 67 to 90 | 8: small programs, so that the last ones keep nobody waiting long |
+    | all others | | 1: there is enough to do, and nothing to fold |
 
     Args:
-        num_programs: Pairs of sequence and KV head, which get one program each otherwise.
-        num_splits: Pieces of a sequence that fills its block table.
+        num_rows: Pairs of sequence and KV head.
+        num_pieces: Pieces of a sequence that fills its block table.
 
     Invariants:
-        Known from shapes alone. The bits are the same either way.
+        Known from shapes alone, so a CUDA graph can hold it. The bits are the same for every number.
+
+    Example:
+        >>> [programs_per_row(8 * num_seqs, num_pieces=70) for num_seqs in (1, 32, 33, 67, 91, 256)]
+        [66, 2, 1, 8, 1, 1]
     """
-    return num_splits > 1 and num_programs < FEW_PROGRAMS
+    if num_rows < FEW_PROGRAMS:
+        return max(1, min(num_pieces, PROGRAMS_AT_ONCE // num_rows))
+    is_little_more = PROGRAMS_AT_ONCE < num_rows < PROGRAMS_AT_ONCE * 11 // 8
+    return min(num_pieces, 8) if is_little_more else 1
 
 
 def _for_head_dim(table: dict[int, Tiles], q: Tensor) -> Tiles:
@@ -134,6 +165,21 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def is_interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, which reads this variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+CAN_START_EARLY = True
+"""False starts no launch early: a bench does that to see what it is worth."""
+
+
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Return the options of a launch whose kernel calls `foundation.kernels.wait_for_inputs`.
+
+    On GPUs from 9.0 on, programs of such a launch may begin while the last ones of the launch before it are still at
+    work, and wait for its end only then (programmatic dependent launch). At a few microseconds per launch, a third of
+    the time is otherwise the gap between two of them.
+    """
+    starts_early = CAN_START_EARLY and compute_capability(device) >= (9, 0) and not is_interpreted()
+    return {"STARTS_EARLY": True, "launch_pdl": True} if starts_early else {"STARTS_EARLY": False}
 
 
 def check_tensors(op: str, first: Tensor, *others: Tensor) -> None:

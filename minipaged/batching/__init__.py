@@ -21,6 +21,7 @@ in half precision, as a chunk where it was decoded before.)
 
 Modules: `scheduler` (who runs), `plan` (what a step does), `group` (a request with all its samples or beams),
 `preemption` (who is sent away, and how), `cache` and `arena_cache` (the books under the scheduler), `swap_space`,
-`ops`, `reference`, `kernels` (attention over rows of any length; moving blocks), `params`, `generate` (the engine).
+`ops`, `reference`, `kernels` (attention over rows of any length; moving blocks) and `prefill.kernels` (its prompts),
+`params`, `generate` (the engine).
 Source: Yu et al., OSDI 2022 (Orca); Kwon et al., SOSP 2023, sections 4.3 and 4.5 (vLLM).
 """

@@ -1,12 +1,22 @@
 """Rung 4's operations as Triton kernels.
 
-A mixed batch takes two kernels, since they want different tiles: one for sequences with one query token, whose
+A mixed batch takes two ways, since they want different tiles: one for sequences with one query token, whose
 arithmetic is that of decode, and one for the rest, whose arithmetic is that of whole prompts. Which sequence is which
 stands on the GPU only, so both are launched for all of them, and programs without work end at once.
+
+| sequences | kernel | one program computes |
+|---|---|---|
+| two or more queries | `prefill.kernels.prefill_rows_kernel` | a tile of query tokens |
+| one query, many rows | `decode_rows_kernel` | the query heads of a KV head |
+| one query, few rows | `decode_splits_kernel` | the same over some pieces of the sequence: a split |
+| | then `fold_splits_kernel` | a query head, from the states of all pieces |
+
+What is few and what is many says the table of `programs_per_row`. It looks at the whole batch, and may: the pieces and
+the order in which they are folded are the same in both ways.
 """
 
-# Options of a launch, such as num_warps, are no parameters of the kernel.
-# pyright: reportCallIssue=false
+# Options of a launch, such as num_warps, are no parameters of the kernel, and constants go in as plain values.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import math
 
@@ -14,22 +24,28 @@ import torch
 import triton
 import triton.language as tl
 
-from minipaged.contiguous.kernels import SPLIT, first_visible, fold, load_group, no_keys, store_group
+from minipaged.batching.prefill.kernels import prefill_rows_kernel
+from minipaged.contiguous.kernels import first_visible, load_group, max_pieces, no_keys, piece_of, store_group
 from minipaged.errors import UserError
-from minipaged.foundation.kernels import absorb, find_sequence, normalized
+from minipaged.foundation.kernels import normalized, wait_for_inputs
 from minipaged.launch import (
     LOG2_E,
     check_heads,
     check_indices,
     check_tensors,
     decode_tiles,
+    early_start,
     heads_per_tile,
     padded,
     prefill_tiles,
-    takes_one_program_per_split,
+    programs_per_row,
+    split_tiles,
 )
-from minipaged.paged.kernels import attend_sequence, attend_split, load_tokens
+from minipaged.paged.kernels import attend_pieces, empty_states, fold_states, share_of, write_states
 from minipaged.shapes import Float, Int, Tensor
+
+STATES_AT_ONCE = tl.constexpr(16)
+"""So many states of pieces are on their way at a time when they are folded, each of one query head."""
 
 
 def ragged_paged_attention(
@@ -42,6 +58,7 @@ def ragged_paged_attention(
     *,
     scale: float,
     window: int | None,
+    max_query_len: int | None = None,
 ) -> Float[Tensor, "T H D"]:
     """Launch the kernels of prefill and of decode rows; see `ops.ragged_paged_attention`."""
     check_tensors("ragged_paged_attention", q, k_pool, v_pool)
@@ -51,20 +68,24 @@ def ragged_paged_attention(
     block_size, num_kv_heads = k_pool.shape[1:3]
     num_seqs, table_width = block_tables.shape
     out = torch.empty_like(q)
-    if num_tokens > 1:  # a single query is a decode row
+    if not num_tokens or not num_seqs:  # without sequences, all tokens are padding
+        return out
+    if num_tokens > 1 and max_query_len != 1:  # a single query is a decode row
         tiles = prefill_tiles(q)
         tile_heads = heads_per_tile(tiles, num_heads // num_kv_heads)
-        # An upper bound, as in `causal_attention`.
-        grid = (num_tokens // (tiles.queries // tile_heads) + num_seqs, num_heads // tile_heads)
-        prefill_rows_kernel[grid](
+        tile_tokens = tiles.queries // tile_heads
+        # Programs without a tile cost time too. The prompts of a batch that is mostly decode rows have few tiles: a
+        # guess will do, if a program goes on with the next one where it was too low. Otherwise, an upper bound.
+        is_mostly_decode = num_tokens <= 2 * num_seqs
+        num_tiles = num_tokens // tile_tokens + min(num_seqs, 8 if is_mostly_decode else num_tokens // 2)
+        prefill_rows_kernel[(num_tiles * (num_heads // tile_heads),)](
             q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, num_seqs, table_width, LOG2_E * scale,
             SLOTS=block_size, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, WINDOW=window,
             TILE_QUERIES=tiles.queries, TILE_HEADS=tile_heads, TILE_KEYS=tiles.keys,
-            TILE_DIM=padded(head_dim, minimum=16),
+            TILE_DIM=padded(head_dim, minimum=16), IS_LOOP=is_mostly_decode,
             **tiles.options, enable_fp_fusion=False,
         )  # fmt: skip
-    if num_tokens:
-        _decode_rows(q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, LOG2_E * scale, window)
+    _decode_rows(q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, LOG2_E * scale, window)
     return out
 
 
@@ -72,103 +93,33 @@ def _decode_rows(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, out: Tensor, block_tables: Tensor, query_starts: Tensor,
     seq_lens: Tensor, scale: float, window: int | None,
 ) -> None:  # fmt: skip
-    """Launch one program per sequence and KV head; where those are few, one per piece, and one to fold its pieces."""
+    """Launch one program per sequence and KV head; where those are few, several, and one per head to fold."""
     num_heads, head_dim = q.shape[1:]
     num_seqs, table_width = block_tables.shape
     block_size, num_kv_heads = k_pool.shape[1:3]
-    tiles = decode_tiles(q, num_heads // num_kv_heads)
-    heads = {"NUM_KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "HEAD_DIM": head_dim, "WINDOW": window}
-    sizes = {"TILE_GROUP": tiles.queries, "TILE_DIM": padded(head_dim, minimum=16)}
-    num_splits = triton.cdiv(table_width * block_size, SPLIT.value)
-    if window is not None:
-        num_splits = min(num_splits, triton.cdiv(window - 1, SPLIT.value) + 1)
-    if not takes_one_program_per_split(num_seqs * num_kv_heads, num_splits):
+    group = num_heads // num_kv_heads
+    num_states = max_pieces(table_width * block_size, window)
+    num_programs = programs_per_row(num_seqs * num_kv_heads, num_states)
+    tiles = decode_tiles(q, group) if num_programs == 1 else split_tiles(q, group)
+    options = {
+        "SLOTS": block_size, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "WINDOW": window,
+        "TILE_GROUP": tiles.queries, "TILE_KEYS": tiles.keys, "TILE_DIM": padded(head_dim, minimum=16),
+        **tiles.options, **early_start(q.device), "enable_fp_fusion": False,
+    }  # fmt: skip
+    if num_programs == 1:
         decode_rows_kernel[(num_kv_heads, num_seqs)](
-            q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, table_width, scale,
-            SLOTS=block_size, TILE_KEYS=tiles.keys, **heads, **sizes, **tiles.options, enable_fp_fusion=False,
-        )  # fmt: skip
+            q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, table_width, scale, **options
+        )
         return
-    states = [
-        torch.empty(num_splits, num_seqs, num_heads, *sizes_of_one, dtype=torch.float32, device=q.device)
-        for sizes_of_one in ((), (), (head_dim,))  # max, sum, acc
-    ]
-    decode_splits_kernel[(num_kv_heads, num_seqs, num_splits)](
-        q, k_pool, v_pool, *states, block_tables, query_starts, seq_lens, table_width, num_seqs, scale,
-        SLOTS=block_size, TILE_KEYS=tiles.keys, **heads, **sizes, **tiles.options, enable_fp_fusion=False,
-    )  # fmt: skip
-    fold_splits_kernel[(num_kv_heads, num_seqs)](
-        *states, out, query_starts, seq_lens, num_seqs, **heads, **sizes, num_warps=4, enable_fp_fusion=False
+    states = empty_states(num_states, q, num_seqs)
+    decode_splits_kernel[(num_kv_heads, num_seqs, num_programs)](
+        q, k_pool, v_pool, *states, block_tables, query_starts, seq_lens, table_width, num_seqs, scale, **options
     )
-
-
-@triton.jit(do_not_specialize=["num_seqs", "table_width"])
-def prefill_rows_kernel(
-    q_ptr, k_pool_ptr, v_pool_ptr, out_ptr, block_tables_ptr, query_starts_ptr, seq_lens_ptr,
-    num_seqs, table_width, scale,
-    SLOTS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-):  # fmt: skip
-    """Program (i, j) computes tile i of the batch's query tokens for the j-th TILE_HEADS query heads.
-
-    Tiles of queries are laid out as in `causal_attention_kernel`, counted from a sequence's first query. Tiles of keys
-    start at multiples of TILE_KEYS in the sequence, wherever the queries begin: that, and that a tile of keys which a
-    row does not see leaves its sums as they are, makes all ways to cut a prompt agree.
-
-    Loop invariant: ``acc / row_sum`` is the attention of every row over the keys before ``start``. Keys that all rows
-    see come first and need no mask; the tiles on the diagonal follow.
-    """
-    TILE_TOKENS: tl.constexpr = TILE_QUERIES // TILE_HEADS
-    tile = tl.program_id(0)
-    seq = find_sequence(query_starts_ptr, num_seqs, tile, TILE_TOKENS)
-    query_start = tl.load(query_starts_ptr + seq)
-    num_queries = tl.load(query_starts_ptr + seq + 1) - query_start
-    first_query = (tile - (query_start // TILE_TOKENS + seq)) * TILE_TOKENS
-    if (num_queries < 2) | (first_query >= num_queries):  # a decode row, or past the end
-        return
-    seq_len = tl.load(seq_lens_ptr + seq)
-    first_token = seq_len - num_queries + first_query
-    end = tl.minimum(first_token + TILE_TOKENS, seq_len)
-
-    row = tl.arange(0, TILE_QUERIES)
-    token = first_token + row // TILE_HEADS
-    query = query_start + first_query + row // TILE_HEADS
-    head = tl.program_id(1) * TILE_HEADS + row % TILE_HEADS
-    kv_head = tl.program_id(1) * TILE_HEADS // (NUM_HEADS // NUM_KV_HEADS)
-    dim = tl.arange(0, TILE_DIM)
-    q_at = (query.to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
-    q_mask = ((row < TILE_TOKENS * TILE_HEADS) & (token < seq_len))[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_at, mask=q_mask, other=0.0)
-
-    table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_width
-    row_max, row_sum, acc = no_keys(TILE_QUERIES, TILE_DIM)
-    first_key = 0
-    first_masked = 0
-    if WINDOW is None:
-        first_masked = (first_token + 1) // TILE_KEYS * TILE_KEYS
-        for start in range(0, first_masked, TILE_KEYS):
-            k, v = load_tokens(
-                k_pool_ptr, v_pool_ptr, table_ptr, kv_head, start + tl.arange(0, TILE_KEYS), None,
-                SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM,
-            )  # fmt: skip
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            row_max, row_sum, acc = absorb(scores, v, row_max, row_sum, acc)
-    else:
-        first_key = tl.maximum(first_token - WINDOW + 1, 0)  # blocks before may have been given back
-        first_masked = first_key // TILE_KEYS * TILE_KEYS
-    for start in range(first_masked, end, TILE_KEYS):
-        key = start + tl.arange(0, TILE_KEYS)
-        k, v = load_tokens(
-            k_pool_ptr, v_pool_ptr, table_ptr, kv_head, key, (key >= first_key) & (key < end),
-            SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM,
-        )  # fmt: skip
-        visible = key[None, :] <= token[:, None]
-        if WINDOW is not None:
-            visible &= key[None, :] > token[:, None] - WINDOW
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(visible, scores, float("-inf"))
-        row_max, row_sum, acc = absorb(scores, v, row_max, row_sum, acc)
-    tl.store(out_ptr + q_at, normalized(row_sum, acc).to(out_ptr.dtype.element_ty), mask=q_mask)
+    fold_splits_kernel[(num_heads, num_seqs)](
+        *states, out, query_starts, seq_lens, num_seqs,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window, TILE_DIM=padded(head_dim, minimum=16),
+        num_warps=1, **early_start(q.device), enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -176,19 +127,29 @@ def decode_rows_kernel(
     q_ptr, k_pool_ptr, v_pool_ptr, out_ptr, block_tables_ptr, query_starts_ptr, seq_lens_ptr, table_width, scale,
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b) does what it does in rung 2's kernel, if sequence b has one query."""
+    """Program (j, b) computes the group of query heads that share KV head j, if sequence b has one query.
+
+    It is rung 2's program: `attend_pieces`, whose loop reads nothing but this sequence's length and blocks.
+    """
+    wait_for_inputs(STARTS_EARLY)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.load(query_starts_ptr + seq)
-    if tl.load(query_starts_ptr + seq + 1) - query != 1:
+    num_queries = tl.load(query_starts_ptr + seq + 1) - query
+    seq_len = tl.load(seq_lens_ptr + seq)
+    if num_queries != 1:
         return
+    first = first_visible(seq_len, WINDOW)
     q = load_group(q_ptr, query, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-    out = attend_sequence(
+    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
+    row_max, row_sum, acc = attend_pieces(
         q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
-        tl.load(seq_lens_ptr + seq), scale,
+        first // TILE_KEYS * TILE_KEYS, first, seq_len, scale, row_max, row_sum, acc,
         SLOTS, NUM_KV_HEADS, HEAD_DIM, WINDOW, TILE_GROUP, TILE_KEYS, TILE_DIM,
     )  # fmt: skip
+    out = normalized(row_sum, acc)
     store_group(out_ptr, out, query, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
 
 
@@ -198,62 +159,59 @@ def decode_splits_kernel(
     table_width, num_seqs, scale,
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b, i) writes the state of KV head j's group over the i-th piece that sequence b's query sees.
+    """Program (j, b, i) writes the states of KV head j's group over the i-th share of the pieces that b's query sees.
 
-    States lie as ``[splits, B, H]`` and ``[splits, B, H, D]``.
+    The programs of a row take equally many tokens, but for the cuts: each begins at the last cut before its share.
+    The state of a piece is the same whoever writes it, so how many programs there are changes no bit.
     """
+    wait_for_inputs(STARTS_EARLY)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.load(query_starts_ptr + seq)
-    if tl.load(query_starts_ptr + seq + 1) - query != 1:
-        return
+    num_queries = tl.load(query_starts_ptr + seq + 1) - query
     seq_len = tl.load(seq_lens_ptr + seq)
     first = first_visible(seq_len, WINDOW)
-    split = (first // SPLIT + tl.program_id(2)) * SPLIT
-    if split >= seq_len:
+    begin, end = share_of(first, seq_len)
+    if (num_queries != 1) | (begin >= end):
         return
-    q = load_group(q_ptr, query, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-    row_max, row_sum, acc = attend_split(
-        q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
-        split, first, seq_len, scale,
-        SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_GROUP, TILE_KEYS, TILE_DIM,
-    )  # fmt: skip
-    part = tl.program_id(2) * num_seqs + seq
     row = tl.arange(0, TILE_GROUP)
-    at = (part * NUM_KV_HEADS + kv_head) * GROUP + row
-    tl.store(max_ptr + at, row_max, mask=row < GROUP)
-    tl.store(sum_ptr + at, row_sum, mask=row < GROUP)
-    store_group(acc_ptr, acc, part, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    write_states(
+        load_group(q_ptr, query, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM),
+        (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row, row < GROUP,
+        max_ptr, sum_ptr, acc_ptr, num_seqs * (NUM_KV_HEADS * GROUP),
+        k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
+        begin, end, first, scale,
+        SLOTS, NUM_KV_HEADS, HEAD_DIM, WINDOW, TILE_GROUP, TILE_KEYS, TILE_DIM,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def fold_splits_kernel(
     max_ptr, sum_ptr, acc_ptr, out_ptr, query_starts_ptr, seq_lens_ptr, num_seqs,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, TILE_DIM: tl.constexpr,
+    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b) folds the states of sequence b's pieces from left to right, as `attend_sequence` does.
+    """Program (h, b) folds the states of query head h over sequence b's pieces, and stores the head.
 
-    Loop invariant: the state holds the first ``i`` pieces.
+    From left to right, as one program alone would have done (`fold_states`): the same numbers in the same order.
     """
-    kv_head = tl.program_id(0)
+    wait_for_inputs(STARTS_EARLY)
+    head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.load(query_starts_ptr + seq)
-    if tl.load(query_starts_ptr + seq + 1) - query != 1:
-        return
+    num_queries = tl.load(query_starts_ptr + seq + 1) - query
     seq_len = tl.load(seq_lens_ptr + seq)
-    row = tl.arange(0, TILE_GROUP)
-    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
-    for i in range(tl.cdiv(seq_len, SPLIT) - first_visible(seq_len, WINDOW) // SPLIT):
-        part = i * num_seqs + seq
-        at = (part * NUM_KV_HEADS + kv_head) * GROUP + row
-        split_max = tl.load(max_ptr + at, mask=row < GROUP, other=float("-inf"))
-        split_sum = tl.load(sum_ptr + at, mask=row < GROUP, other=0.0)
-        split_acc = load_group(acc_ptr, part, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
-    out = normalized(row_sum, acc)
-    store_group(out_ptr, out, query, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    if num_queries != 1:
+        return
+    count = piece_of(seq_len - 1) + 1 - piece_of(first_visible(seq_len, WINDOW))
+    row = tl.arange(0, 1)
+    _, row_sum, acc = fold_states(
+        max_ptr, sum_ptr, acc_ptr, num_seqs * NUM_HEADS, tl.where(seq_len > 0, count, 0),
+        seq.to(tl.int64) * NUM_HEADS + head + row, row < 1, HEAD_DIM, 1, TILE_DIM, STATES_AT_ONCE,
+    )  # fmt: skip
+    store_group(out_ptr, normalized(row_sum, acc), query, head, NUM_HEADS, 1, HEAD_DIM, 1, TILE_DIM)
 
 
 def merge_states(

@@ -24,6 +24,7 @@ def ragged_paged_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    max_query_len: int | None = None,
     tier: Tier = None,
 ) -> Float[Tensor, "T H D"]:
     """Let the newest tokens of each sequence attend, a whole prompt, a chunk of it or one token, in one call.
@@ -39,6 +40,7 @@ def ragged_paged_attention(
             stands at position ``seq_len - n + i``.
         scale: Factor on the scores; None is ``D ** -0.5``.
         window: How many newest tokens a token sees, itself included; None shows all.
+        max_query_len: The most queries of any sequence, if the caller knows; 1 saves the launch for prompts.
 
     Returns:
         The attention of every query token. Rows of ``q`` behind the last sequence are padding, and so are theirs.
@@ -89,6 +91,7 @@ def ragged_paged_attention(
         seq_lens,
         scale=head_dim**-0.5 if scale is None else scale,
         window=window,
+        **({} if max_query_len is None else {"max_query_len": max_query_len}),
     )
 
 

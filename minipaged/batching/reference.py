@@ -24,6 +24,7 @@ def ragged_paged_attention(
     *,
     scale: float,
     window: int | None,
+    max_query_len: int | None = None,
 ) -> Float[Tensor, "T H D"]:
     """See every query token as the newest of a sequence that ends with it, and attend as in decode."""
     counts = query_starts.diff()
@@ -45,6 +46,7 @@ def ragged_paged_attention_sdpa(
     *,
     scale: float,
     window: int | None,
+    max_query_len: int | None = None,
 ) -> Float[Tensor, "T H D"]:
     """Attend for decode rows of similar length in one call, and for each prefill row over the keys that it sees."""
     out = torch.zeros_like(q)

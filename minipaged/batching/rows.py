@@ -18,7 +18,8 @@ from minipaged.tiers import Tier
 class Rows:
     """What the model and attention have to know of a step's chunks.
 
-    ``logits_at`` are the tokens whose logits choose a next one, None where that is all of them.
+    ``logits_at`` are the tokens whose logits choose a next one, None where that is all of them. ``max_query_len`` is
+    set where it is known that no sequence has more tokens here.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -28,6 +29,7 @@ class Rows:
     block_tables: Int[Tensor, "B M"]
     query_starts: Int[Tensor, " B+1"]
     seq_lens: Int[Tensor, " B"]
+    max_query_len: int | None = None
 
     @classmethod
     def of(cls, chunks: list[Chunk], cache: BatchingCache | ArenaCache, device: torch.device) -> "Rows":
@@ -53,7 +55,10 @@ class Rows:
             dtype = torch.int64 if values.typecode == "q" else torch.int32
             if not values:
                 return torch.empty(0, dtype=dtype, device=device)
-            return torch.frombuffer(values, dtype=dtype).to(device, copy=True)
+            host = torch.frombuffer(values, dtype=dtype)
+            if device.type == "cuda":  # from memory that the GPU reads by itself, nobody has to wait for it
+                return host.pin_memory().to(device, non_blocking=True)
+            return host.clone()
 
         return cls(
             token_ids=tensor(token_ids),
@@ -69,9 +74,9 @@ class Rows:
         """Return what `attend` needs of the rows behind the first ones, which have one token each."""
         return replace(
             self,
-            block_tables=self.block_tables[num_rows:],
+            block_tables=self.block_tables[num_rows:].clone(),  # aligned again, as kernels are compiled for
             query_starts=self.query_starts[num_rows:] - num_rows,
-            seq_lens=self.seq_lens[num_rows:],
+            seq_lens=self.seq_lens[num_rows:].clone(),
         )
 
     def attend(
@@ -83,6 +88,6 @@ class Rows:
         tier: Tier,
     ) -> Float[Tensor, "T H D"]:
         """Let every token attend to those of its sequence that it sees. Keys and values are written before."""
-        return ragged_paged_attention(
-            q, k_pool, v_pool, self.block_tables, self.query_starts, self.seq_lens, window=window, tier=tier
-        )
+        tables = (self.block_tables, self.query_starts, self.seq_lens)
+        most = self.max_query_len
+        return ragged_paged_attention(q, k_pool, v_pool, *tables, window=window, max_query_len=most, tier=tier)

@@ -11,6 +11,7 @@ declare_part(
     "(qkv [T (H+2K)*D], q_norm, k_norm, eps, cos, sin, k_pool, v_pool, slot_mapping, *, num_heads) -> q [T H D]; "
     "writes the pools in place",
 )
+declare_part("silu_mul_packed", "(gate_up [T 2F]) -> [T F], the first F columns of each row are the gate")
 
 MAX_SKINNY_ROWS = 16
 """Rows of one matrix instruction. With more, an ordinary matrix product keeps up."""
@@ -36,8 +37,8 @@ def skinny_linear(
     Invariants:
         A row's bits depend on no other row, nor on how many there are: sums are taken in fp32, in an order that
         follows from the shape of the weight alone, and rounded once.
-        On GPUs from 9.0 on, the kernel reads the weight while the launch before it may still be running, so that
-        launch must not write the weight.
+        On GPUs from 9.0 on, the kernel reads the weight while launches before it may still be running: none of those
+        that start early, one after the other, before it may write the weight.
 
     Cost:
         Reads the weight once.
@@ -148,6 +149,25 @@ def norm_rotate_write(
         slot_mapping,
         num_heads=num_heads,
     )
+
+
+def silu_mul_packed(gate_up: Float[Tensor, "T 2F"], *, tier: Tier = None) -> Float[Tensor, "T F"]:
+    """Return ``silu(gate) * up`` of the rows of one product, of which gate is the first half and up the second.
+
+    Raises:
+        UserError: The rows have no halves.
+
+    Invariants:
+        The bits are those of ``silu_mul`` of the two halves.
+
+    Example:
+        >>> import torch
+        >>> silu_mul_packed(torch.tensor([[0.0, 100.0, 5.0, 3.0]]))
+        tensor([[  0., 300.]])
+    """
+    _check("silu_mul_packed", gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, "gate_up must be rows of even length")
+    kernel = "minipaged.fast.kernels:silu_mul_packed"
+    return run_op("silu_mul_packed", tier, gate_up.device, reference.silu_mul_packed, kernel, gate_up)
 
 
 def _check(op: str, is_right: bool, rule: str) -> None:

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from minipaged.foundation.reference import rms_norm, rotary
+from minipaged.foundation.reference import rms_norm, rotary, silu_mul
 from minipaged.paged.reference import write_slots
 from minipaged.shapes import Float, Int, Tensor
 
@@ -35,6 +35,11 @@ def norm_rotate_write(
     q, k = rotary(q, k, cos, sin)
     write_slots(k, v, k_pool, v_pool, slot_mapping)
     return q
+
+
+def silu_mul_packed(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
+    """Take the packed rows apart; see `ops.silu_mul_packed`."""
+    return silu_mul(*gate_up.chunk(2, dim=1))
 
 
 def _norm_heads(x: Float[Tensor, "T heads D"], weight: Float[Tensor, " D"] | None, eps: float) -> Tensor:

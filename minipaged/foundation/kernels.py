@@ -7,15 +7,40 @@ compiled once. Numbers that change from step to step are not among them.
 `absorb` is the step that every attention kernel of the ladder repeats.
 """
 
-# Options of a launch, such as num_warps, are no parameters of the kernel.
-# pyright: reportCallIssue=false
+# Options of a launch, such as num_warps, are no parameters of the kernel; and pyright takes what tl.sum returns for a
+# tuple.
+# pyright: reportCallIssue=false, reportOperatorIssue=false
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minipaged.launch import LOG2_E, check_heads, check_indices, check_tensors, heads_per_tile, padded, prefill_tiles
+from minipaged.launch import (
+    LOG2_E,
+    check_heads,
+    check_indices,
+    check_tensors,
+    early_start,
+    heads_per_tile,
+    padded,
+    prefill_tiles,
+)
 from minipaged.shapes import Float, Int, Tensor
+
+SEQS_AT_ONCE = tl.constexpr(256)
+"""So many sequences a program of prefill looks through in one step, to find its own."""
+
+
+@triton.jit
+def wait_for_inputs(STARTS_EARLY: tl.constexpr):
+    """Let the next launch begin, and wait until the one before this has ended and its results can be read.
+
+    Every program calls it, and writes nothing before: memory that is written here may still be read there.
+    """
+    if STARTS_EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def rms_norm(
@@ -36,7 +61,7 @@ def rms_norm(
         rms_norm_kernel[(triton.cdiv(num_rows, tile_rows),)](
             x, residual, weight, out, new_residual, num_rows, eps,
             WIDTH=width, TILE_ROWS=tile_rows, TILE_WIDTH=tile_width,
-            num_warps=4 if tile_width <= 4096 else 16, enable_fp_fusion=False,
+            num_warps=4 if tile_width <= 4096 else 16, **early_start(x.device), enable_fp_fusion=False,
         )  # fmt: skip
     return out if new_residual is None else (out, new_residual)
 
@@ -44,12 +69,13 @@ def rms_norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, new_residual_ptr, num_rows, eps,
-    WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program i norms rows ``i * TILE_ROWS`` and on, each read once and kept whole in registers.
 
     Without a residual both residual pointers are None and the branch is compiled away.
     """
+    wait_for_inputs(STARTS_EARLY)
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     rows = tl.minimum(rows, num_rows - 1)  # places past the end do the last row again, and write the same numbers
     columns = tl.arange(0, TILE_WIDTH)
@@ -171,8 +197,8 @@ def causal_attention(
     tile_heads = heads_per_tile(tiles, num_heads // num_kv_heads)
     out = torch.empty_like(q)
     if num_tokens:
-        grid = (num_tokens // (tiles.queries // tile_heads) + num_seqs, num_heads // tile_heads)
-        causal_attention_kernel[grid](
+        num_tiles = num_tokens // (tiles.queries // tile_heads) + num_seqs
+        causal_attention_kernel[(num_tiles * (num_heads // tile_heads),)](
             q, k, v, out, query_starts, num_seqs, LOG2_E * (head_dim**-0.5 if scale is None else scale),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, WINDOW=window,
             TILE_QUERIES=tiles.queries, TILE_HEADS=tile_heads, TILE_KEYS=tiles.keys,
@@ -188,17 +214,22 @@ def causal_attention_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_HEADS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) computes tile i of the batch's query tokens for the j-th TILE_HEADS query heads.
+    """Each program computes one tile of the batch's query tokens for TILE_HEADS query heads.
 
     A tile has TILE_QUERIES rows, row r being token ``r // TILE_HEADS`` and head ``r % TILE_HEADS``; all heads of a
     tile read the same KV head. Tiles of a sequence start at multiples of their size, counted from its first token,
     so that a row's sums do not depend on what else is in the batch.
 
+    All heads of the same tokens are neighbours, and the first programs take the last tokens: a prompt's late tiles
+    see the most keys, and work that takes long must not begin last.
+
     Loop invariant: ``acc / row_sum`` is the attention of every row over the keys before ``start``. Keys that all rows
     see come first and need no mask; the tiles on the diagonal follow.
     """
     TILE_TOKENS: tl.constexpr = TILE_QUERIES // TILE_HEADS
-    tile = tl.program_id(0)
+    HEAD_TILES: tl.constexpr = NUM_HEADS // TILE_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // HEAD_TILES
+    head_tile = tl.program_id(0) % HEAD_TILES
     seq = find_sequence(query_starts_ptr, num_seqs, tile, TILE_TOKENS)
     seq_start = tl.load(query_starts_ptr + seq)
     seq_len = tl.load(query_starts_ptr + seq + 1) - seq_start
@@ -209,8 +240,8 @@ def causal_attention_kernel(
 
     row = tl.arange(0, TILE_QUERIES)
     token = first_token + row // TILE_HEADS
-    head = tl.program_id(1) * TILE_HEADS + row % TILE_HEADS
-    kv_head = tl.program_id(1) * TILE_HEADS // (NUM_HEADS // NUM_KV_HEADS)
+    head = head_tile * TILE_HEADS + row % TILE_HEADS
+    kv_head = head_tile * TILE_HEADS // (NUM_HEADS // NUM_KV_HEADS)
     dim = tl.arange(0, TILE_DIM)
     q_at = ((seq_start + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
     q_mask = ((row < TILE_TOKENS * TILE_HEADS) & (token < seq_len))[:, None] & (dim < HEAD_DIM)[None, :]
@@ -264,6 +295,41 @@ def find_sequence(query_starts_ptr, num_seqs, tile, TILE_TOKENS: tl.constexpr):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def count_tiles(query_starts_ptr, num_seqs, TILE_TOKENS: tl.constexpr):
+    """Return into how many tiles of tokens the batch's prompts are cut, a decode row into none."""
+    total = 0
+    for base in range(0, num_seqs, SEQS_AT_ONCE):
+        total += tl.sum(tiles_of(query_starts_ptr, base, num_seqs, TILE_TOKENS))
+    return total
+
+
+@triton.jit
+def find_tile(query_starts_ptr, num_seqs, tile, TILE_TOKENS: tl.constexpr):
+    """Return the sequence that a tile of the batch belongs to, and which of the sequence's tiles it is.
+
+    Loop invariant: the tiles of the first ``base`` sequences are counted; ``seq`` of them end at or before the tile,
+    and these have ``before`` tiles.
+    """
+    seq, before, counted = 0, 0, 0
+    for base in range(0, num_seqs, SEQS_AT_ONCE):
+        tiles = tiles_of(query_starts_ptr, base, num_seqs, TILE_TOKENS)
+        is_past = counted + tl.cumsum(tiles) <= tile
+        seq += tl.sum(is_past.to(tl.int32))
+        before += tl.sum(tl.where(is_past, tiles, 0))
+        counted += tl.sum(tiles)
+    return seq, tile - before
+
+
+@triton.jit
+def tiles_of(query_starts_ptr, base, num_seqs, TILE_TOKENS: tl.constexpr):
+    """Return how many tiles each of SEQS_AT_ONCE sequences has, from ``base`` on."""
+    seq = base + tl.arange(0, SEQS_AT_ONCE)
+    query_start = tl.load(query_starts_ptr + seq, mask=seq < num_seqs, other=0)
+    num_queries = tl.load(query_starts_ptr + seq + 1, mask=seq < num_seqs, other=0) - query_start
+    return tl.where(num_queries > 1, tl.cdiv(num_queries, TILE_TOKENS), 0)
 
 
 @triton.jit

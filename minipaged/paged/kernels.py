@@ -1,4 +1,8 @@
-"""Rung 2's operations as Triton kernels. Next to rung 1's, attention has one more step: the look-up of the block."""
+"""Rung 2's operations as Triton kernels. Next to rung 1's, attention has one more step: the look-up of the block.
+
+Behind them stand the parts with which later rungs let several programs share a sequence: `write_states` writes down
+what each of its pieces comes to, and `fold_states` folds that, to the bits that one program arrives at alone.
+"""
 
 # Options of a launch, such as num_warps, are no parameters of the kernel.
 # pyright: reportCallIssue=false
@@ -8,13 +12,16 @@ import triton
 import triton.language as tl
 
 from minipaged.contiguous.kernels import (
-    SPLIT,
     attend_tile,
+    cut_before,
     first_visible,
     fold,
+    is_cut,
+    is_visible,
     load_group,
     no_keys,
-    no_sums,
+    no_piece,
+    piece_of,
     store_group,
     the_sum,
 )
@@ -93,81 +100,172 @@ def paged_attention_kernel(
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b) computes the group of query heads that share KV head j, for sequence b."""
+    """Program (j, b) computes the group of query heads that share KV head j, for sequence b.
+
+    The loop, with its invariant, is that of `attend_pieces`. It reads this sequence's length, row of the table and
+    blocks, and nothing of its neighbours'.
+    """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first = first_visible(seq_len, WINDOW)
     q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-    out = attend_sequence(
+    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
+    row_max, row_sum, acc = attend_pieces(
         q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
-        tl.load(seq_lens_ptr + seq), scale,
+        first // TILE_KEYS * TILE_KEYS, first, seq_len, scale, row_max, row_sum, acc,
         SLOTS, NUM_KV_HEADS, HEAD_DIM, WINDOW, TILE_GROUP, TILE_KEYS, TILE_DIM,
     )  # fmt: skip
+    out = normalized(row_sum, acc)
     store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
 
 
 @triton.jit
-def attend_sequence(
-    q, k_pool_ptr, v_pool_ptr, table_ptr, kv_head, seq_len, scale,
-    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+def attend_pieces(
+    q, k_pool_ptr, v_pool_ptr, table_ptr, kv_head, begin, first, seq_len, scale, row_max, row_sum, acc,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Return the attention of a sequence's newest token, for the group of query heads of one KV head.
+    """Take all visible tokens from ``begin`` on into the state of the query heads of one KV head.
 
-    The same walk as rung 1's kernel, with the same bits: cut at multiples of SPLIT, folded from left to right.
+    The same walk as rung 1's kernel, with the same bits: cut at the same tokens, folded from left to right.
 
-    Loop invariant: the state holds the pieces before ``split``.
+    Loop invariant: the two states together hold the visible tokens before ``start``; the second those of the piece
+    that ``start`` lies in. ``block_id`` says where the tile at ``start`` lies.
     """
-    first = first_visible(seq_len, WINDOW)
-    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
-    for split in range(first // SPLIT * SPLIT, seq_len, SPLIT):
-        split_max, split_sum, split_acc = attend_split(
-            q, k_pool_ptr, v_pool_ptr, table_ptr, kv_head, split, first, seq_len, scale,
-            SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_GROUP, TILE_KEYS, TILE_DIM,
+    piece_max, piece_sums, piece_acc = no_piece(TILE_GROUP, TILE_DIM)
+    block_id = look_up(table_ptr, begin, first, seq_len, SLOTS, WINDOW, TILE_KEYS)
+    for start in range(begin, seq_len, TILE_KEYS):
+        visible = is_visible(tl.arange(0, TILE_KEYS), first - start, seq_len - start, WINDOW)
+        k, v = load_tokens(
+            k_pool_ptr, v_pool_ptr, block_id, kv_head, start, visible,
+            SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_KEYS, TILE_DIM,
         )  # fmt: skip
-        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
-    return normalized(row_sum, acc)
+        block_id = look_up(table_ptr, start + TILE_KEYS, first, seq_len, SLOTS, WINDOW, TILE_KEYS)
+        piece_max, piece_sums, piece_acc = attend_tile(q, k, v, visible, scale, piece_max, piece_sums, piece_acc)
+        if is_cut(start + TILE_KEYS, seq_len):
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, piece_max, the_sum(piece_sums), piece_acc)
+            piece_max, piece_sums, piece_acc = no_piece(TILE_GROUP, TILE_DIM)
+    return row_max, row_sum, acc
 
 
 @triton.jit
-def attend_split(
-    q, k_pool_ptr, v_pool_ptr, table_ptr, kv_head, split, first, seq_len, scale,
-    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-):  # fmt: skip
-    """Return the state (max, sum, acc) of a group of query heads over the visible tokens of one piece.
+def look_up(table_ptr, start, first, end, SLOTS: tl.constexpr, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Return the block of every visible token of the tile at ``start``; others are looked up nowhere.
 
-    Loop invariant: the state holds the piece's visible tokens before ``start``, which is a multiple of TILE_KEYS.
+    Every token looks up its own block, so any block size fits any tile. A loop does it one tile ahead: otherwise each
+    tile would wait for its ids before it could ask for its keys, and only one tile at a time would be on its way.
     """
-    row_max, _, acc = no_keys(TILE_GROUP, TILE_DIM)
-    row_sums = no_sums(TILE_GROUP)
-    begin = tl.maximum(split, first // TILE_KEYS * TILE_KEYS)
-    for start in range(begin, tl.minimum(split + SPLIT, seq_len), TILE_KEYS):
-        token = start + tl.arange(0, TILE_KEYS)
-        visible = (token >= first) & (token < seq_len)
-        k, v = load_tokens(
-            k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, visible, SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM
-        )
-        row_max, row_sums, acc = attend_tile(q, k, v, visible, scale, row_max, row_sums, acc)
-    return row_max, the_sum(row_sums), acc
+    token = start + tl.arange(0, TILE_KEYS)
+    at = token.to(tl.uint32) // SLOTS  # without a sign, this is a shift
+    return tl.load(table_ptr + at, mask=is_visible(token, first, end, WINDOW), other=0)
 
 
 @triton.jit
 def load_tokens(
-    k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, visible,
-    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr,
+    k_pool_ptr, v_pool_ptr, block_id, kv_head, start, visible,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Load the keys and values of a tile of tokens, [keys, D] each; ``visible`` may be None, which is all of them.
+    """Load the keys and values of the tile at ``start``, a multiple of TILE_KEYS: [keys, D] each.
 
-    Every token looks up its own block, so any block size fits any tile. Hidden tokens are looked up nowhere and give
-    zeros: a weight of 0 times NaN is NaN.
+    ``visible`` may be None, which is all of them. Hidden tokens give zeros: a weight of 0 times NaN is NaN. Only the
+    place of a block can pass 2^31, so only that is computed in 64 bits. Where blocks fill tiles evenly, all else is
+    the same for every tile, and computed once.
     """
     dim = tl.arange(0, TILE_DIM)
     mask = (dim < HEAD_DIM)[None, :]
-    if visible is None:
-        block_id = tl.load(table_ptr + token // SLOTS).to(tl.int64)
-    else:
-        block_id = tl.load(table_ptr + token // SLOTS, mask=visible, other=0).to(tl.int64)
+    if visible is not None:
         mask = visible[:, None] & mask
-    slot = block_id * SLOTS + token % SLOTS
-    at = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim[None, :]
-    return tl.load(k_pool_ptr + at, mask=mask, other=0.0), tl.load(v_pool_ptr + at, mask=mask, other=0.0)
+    key = tl.arange(0, TILE_KEYS)
+    slot = key % SLOTS if TILE_KEYS % SLOTS == 0 else ((start + key).to(tl.uint32) % SLOTS).to(tl.int32)
+    in_block = ((slot * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dim[None, :]
+    block = (block_id.to(tl.int64) * (SLOTS * NUM_KV_HEADS * HEAD_DIM))[:, None]
+    k = tl.load(k_pool_ptr + in_block + block, mask=mask, other=0.0)
+    v = tl.load(v_pool_ptr + in_block + block, mask=mask, other=0.0)
+    return k, v
+
+
+def empty_states(num_pieces: int, q: Float[Tensor, "T H D"], num_seqs: int) -> list[Tensor]:
+    """Return room for (max, sum, acc) of every piece: ``[pieces, B, H]`` twice and ``[pieces, B, H, D]``."""
+    return [
+        torch.empty(num_pieces, num_seqs, q.shape[1], *sizes, dtype=torch.float32, device=q.device)
+        for sizes in ((), (), q.shape[2:])
+    ]
+
+
+@triton.jit
+def share_of(first, end):
+    """Return where this program's share of the tokens from ``first`` to ``end`` begins and ends, both at cuts.
+
+    The programs that differ in their last id alone take all tokens between them. Where two shares would begin at the
+    same cut, nothing is left for the first of them.
+    """
+    share = tl.cdiv(end - first, tl.num_programs(2))
+    begin = first + tl.program_id(2) * share
+    next_begin = begin + share
+    share_end = tl.where(next_begin < end, cut_before(next_begin), end)
+    return cut_before(begin), tl.where(begin < end, share_end, 0)
+
+
+@triton.jit
+def write_states(
+    q, head, exists, max_ptr, sum_ptr, acc_ptr, num_heads,
+    k_pool_ptr, v_pool_ptr, table_ptr, kv_head, begin, end, first, scale,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Write the states of some queries over each piece between ``begin`` and ``end``, of the tokens from ``first`` on.
+
+    Both are cuts, but for the ``end`` of the keys. ``head`` says which of the ``num_heads`` heads of all sequences a
+    row of ``q`` is, if it ``exists``. The piece that ``first`` lies in is number 0.
+
+    Loop invariant: the states of the pieces before ``start`` are written, but for the piece that ``start`` lies in,
+    whose visible tokens so far the state holds. ``block_id`` says where the tile at ``start`` lies.
+    """
+    dim = tl.arange(0, TILE_DIM)
+    row_max, row_sums, acc = no_piece(TILE_ROWS, TILE_DIM)
+    begin = tl.maximum(begin, first // TILE_KEYS * TILE_KEYS)
+    block_id = look_up(table_ptr, begin, first, end, SLOTS, WINDOW, TILE_KEYS)
+    for start in range(begin, end, TILE_KEYS):
+        visible = is_visible(tl.arange(0, TILE_KEYS), first - start, end - start, WINDOW)
+        k, v = load_tokens(
+            k_pool_ptr, v_pool_ptr, block_id, kv_head, start, visible,
+            SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_KEYS, TILE_DIM,
+        )  # fmt: skip
+        block_id = look_up(table_ptr, start + TILE_KEYS, first, end, SLOTS, WINDOW, TILE_KEYS)
+        row_max, row_sums, acc = attend_tile(q, k, v, visible, scale, row_max, row_sums, acc)
+        if is_cut(start + TILE_KEYS, end):
+            at = (piece_of(start) - piece_of(first)) * tl.cast(num_heads, tl.int64) + head
+            tl.store(max_ptr + at, row_max, mask=exists)
+            tl.store(sum_ptr + at, the_sum(row_sums), mask=exists)
+            mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
+            tl.store(acc_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)
+            row_max, row_sums, acc = no_piece(TILE_ROWS, TILE_DIM)
+
+
+@triton.jit
+def fold_states(
+    max_ptr, sum_ptr, acc_ptr, num_heads, count, head, exists,
+    HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_DIM: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return the state of some query heads over the first ``count`` pieces, folded as in `attend_pieces`.
+
+    ``num_heads``, ``head`` and ``exists`` are those of `write_states`.
+
+    Loop invariant: the state holds the first ``base`` pieces. AT_ONCE states are read at a time: one after the other,
+    each would take as long to arrive as a whole tile of keys. A piece past the last is folded too, as one without
+    keys, which changes nothing.
+    """
+    dim = tl.arange(0, TILE_DIM)
+    row_max, row_sum, acc = no_keys(TILE_ROWS, TILE_DIM)
+    for base in range(0, count, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # pyright: ignore[reportGeneralTypeIssues]
+            at = (base + i) * tl.cast(num_heads, tl.int64) + head
+            mask = exists & (at < count * tl.cast(num_heads, tl.int64))
+            piece_max = tl.load(max_ptr + at, mask=mask, other=float("-inf"))
+            piece_sum = tl.load(sum_ptr + at, mask=mask, other=0.0)
+            mask = mask[:, None] & (dim < HEAD_DIM)[None, :]
+            piece_acc = tl.load(acc_ptr + at[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+            row_max, row_sum, acc = fold(row_max, row_sum, acc, piece_max, piece_sum, piece_acc)
+    return row_max, row_sum, acc

@@ -1,27 +1,24 @@
 """Rung 5's operation as Triton kernels.
 
-Decode cuts a sequence into pieces of SPLIT tokens, sums each piece on its own and folds the sums from left to right.
-A piece that many sequences share can thus be summed for all of them at once, as one tall matrix product, and each
-sequence folds the result where it would have folded its own: the same bits for a fraction of the reading.
+Decode cuts a sequence into pieces, sums each piece on its own and folds the sums from left to right. A piece that
+many sequences share can thus be summed for all of them at once, as one tall matrix product, and each sequence folds
+the result where it would have folded its own: the same bits for a fraction of the reading.
+
+| kernel | one program | if |
+|---|---|---|
+| `prefix_splits_kernel` | writes states of some pieces of a prefix, for many sequences | a prefix fits the tables |
+| `own_splits_kernel` | writes states of some of a sequence's own pieces | rows are few: see `programs_per_row` |
+| `own_rows_kernel` | folds what is written, walks the pieces that are not, stores the result | always |
 """
 
-# Options of a launch, such as num_warps, are no parameters of the kernel.
-# pyright: reportCallIssue=false
+# Options of a launch, such as num_warps, are no parameters of the kernel, and constants go in as plain values.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
 import triton.language as tl
 
-from minipaged.contiguous.kernels import (
-    SPLIT,
-    attend_tile,
-    fold,
-    load_group,
-    no_keys,
-    no_sums,
-    store_group,
-    the_sum,
-)
+from minipaged.contiguous.kernels import COARSE_FROM, COARSE_PIECE, load_group, num_pieces, piece_of, store_group
 from minipaged.foundation.kernels import find_sequence, normalized
 from minipaged.launch import (
     LOG2_E,
@@ -31,13 +28,20 @@ from minipaged.launch import (
     decode_tiles,
     padded,
     prefix_tiles,
-    takes_one_program_per_split,
+    programs_per_row,
+    split_tiles,
 )
-from minipaged.paged.kernels import attend_split, load_tokens
+from minipaged.paged.kernels import attend_pieces, empty_states, fold_states, share_of, write_states
 from minipaged.prefix.ops import SHARED_UNIT
 from minipaged.shapes import Float, Int, Tensor
 
-assert SPLIT.value == SHARED_UNIT
+assert COARSE_FROM.value == SHARED_UNIT and SHARED_UNIT % COARSE_PIECE.value == 0, "a prefix ends at a cut"
+
+STATES_AT_ONCE = tl.constexpr(4)
+"""So many states of pieces are on their way at a time when they are folded, each of all heads of a group."""
+
+MANY_PROGRAMS = 16 * 132
+"""So many programs keep a large GPU busy to the end with prefixes. More would only begin and find nothing to do."""
 
 
 def shared_prefix_attention(
@@ -66,33 +70,31 @@ def shared_prefix_attention(
     out = torch.empty_like(q)
     if not num_seqs:
         return out
-    num_splits = triton.cdiv(table_width * block_size, SPLIT.value)
-    states = [
-        torch.empty(num_splits, num_seqs, num_heads, *sizes_of_one, dtype=torch.float32, device=q.device)
-        for sizes_of_one in ((), (), (head_dim,))  # max, sum, acc
-    ]
+    num_states = num_pieces(table_width * block_size)
+    states = empty_states(num_states, q, num_seqs)
     sizes = {
         "SLOTS": block_size, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim,
         "TILE_DIM": padded(head_dim, minimum=16), "enable_fp_fusion": False,
     }  # fmt: skip
     tiles = prefix_tiles(q, group)
-    if num_splits > 1:  # a piece is shared only if a token of one's own follows
-        grid = (num_seqs // (tiles.queries // group) + num_groups, num_kv_heads, num_splits - 1)
+    if table_width * block_size > SHARED_UNIT:  # tokens are shared only if one of one's own follows
+        num_tiles = num_seqs // (tiles.queries // group) + num_groups
+        grid = (num_tiles, num_kv_heads, min(num_states - 1, triton.cdiv(MANY_PROGRAMS, num_tiles * num_kv_heads)))
         prefix_splits_kernel[grid](
             q, k_pool, v_pool, *states, block_tables, group_starts, prefix_lens,
             num_groups, num_seqs, table_width, LOG2_E * scale,
             TILE_ROWS=tiles.queries, TILE_KEYS=tiles.keys, **sizes, **tiles.options,
         )  # fmt: skip
-    tiles = decode_tiles(q, group)
+    tiles = decode_tiles(q, group)  # and as many keys and rows in `split_tiles`
     sizes |= {"TILE_GROUP": tiles.queries, "TILE_KEYS": tiles.keys}
     arguments = (
         *(q, k_pool, v_pool, *states, block_tables, seq_lens, group_starts, prefix_lens),
         *(num_groups, num_seqs, table_width, LOG2_E * scale),
     )
-    is_split = takes_one_program_per_split(num_seqs * num_kv_heads, num_splits)
-    if is_split:
-        own_splits_kernel[(num_kv_heads, num_seqs, num_splits)](*arguments, **sizes, **tiles.options)
-    own_rows_kernel[(num_kv_heads, num_seqs)](out, *arguments, IS_SPLIT=is_split, **sizes, **tiles.options)
+    num_programs = programs_per_row(num_seqs * num_kv_heads, num_states)
+    if num_programs > 1:
+        own_splits_kernel[(num_kv_heads, num_seqs, num_programs)](*arguments, **sizes, **split_tiles(q, group).options)
+    own_rows_kernel[(num_kv_heads, num_seqs)](out, *arguments, IS_SPLIT=num_programs > 1, **sizes, **tiles.options)
     return out
 
 
@@ -103,13 +105,14 @@ def prefix_splits_kernel(
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, j, i) writes the states over the i-th piece of a prefix, of KV head j's queries in tile t.
+    """Program (t, j, i) writes the states over the i-th share of a prefix, of KV head j's queries in tile t.
 
     Row r of a tile is its sequence ``r // GROUP`` and query head ``r % GROUP``. Tiles are laid out as in
-    `causal_attention_kernel`, groups taking the place of prompts. States lie as ``[splits, B, H]`` and
-    ``[splits, B, H, D]``.
+    `causal_attention_kernel`, groups taking the place of prompts. The programs of a tile take equally many
+    tokens, as in `decode_splits_kernel`.
 
-    Loop invariant: the state holds the piece's tokens before ``start``.
+    A row's states do not depend on the other rows of its tile: each row of a matrix product is summed on its own, in
+    the same order in a tile of any height.
     """
     TILE_SEQS: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.program_id(0)
@@ -117,9 +120,10 @@ def prefix_splits_kernel(
     group = find_sequence(group_starts_ptr, num_groups, tile, TILE_SEQS)
     group_start = tl.load(group_starts_ptr + group)
     group_end = tl.load(group_starts_ptr + group + 1)
+    prefix_len = tl.load(prefix_lens_ptr + group)
     first_seq = group_start + (tile - (group_start // TILE_SEQS + group)) * TILE_SEQS
-    split = tl.program_id(2) * SPLIT
-    if (split >= tl.load(prefix_lens_ptr + group)) | (first_seq >= group_end):
+    begin, end = share_of(0, prefix_len)
+    if (begin >= end) | (first_seq >= group_end):
         return
     row = tl.arange(0, TILE_ROWS)
     seq = first_seq + row // GROUP
@@ -127,21 +131,13 @@ def prefix_splits_kernel(
     dim = tl.arange(0, TILE_DIM)
     head = (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row % GROUP
     mask = exists[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-
-    table_ptr = block_tables_ptr + group_start.to(tl.int64) * table_width
-    row_max, _, acc = no_keys(TILE_ROWS, TILE_DIM)
-    row_sums = no_sums(TILE_ROWS)
-    for start in range(split, split + SPLIT, TILE_KEYS):
-        token = start + tl.arange(0, TILE_KEYS)
-        k, v = load_tokens(
-            k_pool_ptr, v_pool_ptr, table_ptr, kv_head, token, None, SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_DIM
-        )
-        row_max, row_sums, acc = attend_tile(q, k, v, None, scale, row_max, row_sums, acc)
-    at = tl.program_id(2).to(tl.int64) * num_seqs * (NUM_KV_HEADS * GROUP) + head
-    tl.store(max_ptr + at, row_max, mask=exists)
-    tl.store(sum_ptr + at, the_sum(row_sums), mask=exists)
-    tl.store(acc_ptr + at[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)
+    write_states(
+        tl.load(q_ptr + head[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0), head, exists,
+        max_ptr, sum_ptr, acc_ptr, num_seqs * (NUM_KV_HEADS * GROUP),
+        k_pool_ptr, v_pool_ptr, block_tables_ptr + group_start.to(tl.int64) * table_width, kv_head,
+        begin, end, 0, scale,
+        SLOTS, NUM_KV_HEADS, HEAD_DIM, None, TILE_ROWS, TILE_KEYS, TILE_DIM,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_seqs", "table_width"])
@@ -151,27 +147,23 @@ def own_splits_kernel(
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, b, i) writes the state of KV head j's group over sequence b's i-th piece, if it is b's own."""
+    """Program (j, b, i) writes the states of KV head j's group over the i-th share of sequence b's own pieces."""
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
-    split = tl.program_id(2) * SPLIT
     seq_len = tl.load(seq_lens_ptr + seq)
-    if split >= seq_len:
+    prefix_len = tl.load(prefix_lens_ptr + find_group(group_starts_ptr, num_groups, seq))
+    begin, end = share_of(prefix_len, seq_len)
+    if begin >= end:
         return
-    if split < tl.load(prefix_lens_ptr + find_group(group_starts_ptr, num_groups, seq)):
-        return
-    q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-    row_max, row_sum, acc = attend_split(
-        q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
-        split, 0, seq_len, scale,
-        SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_GROUP, TILE_KEYS, TILE_DIM,
-    )  # fmt: skip
-    part = tl.program_id(2) * num_seqs + seq
     row = tl.arange(0, TILE_GROUP)
-    at = (part * NUM_KV_HEADS + kv_head) * GROUP + row
-    tl.store(max_ptr + at, row_max, mask=row < GROUP)
-    tl.store(sum_ptr + at, row_sum, mask=row < GROUP)
-    store_group(acc_ptr, acc, part, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
+    write_states(
+        load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM),
+        (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row, row < GROUP,
+        max_ptr, sum_ptr, acc_ptr, num_seqs * (NUM_KV_HEADS * GROUP),
+        k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
+        begin, end, 0, scale,
+        SLOTS, NUM_KV_HEADS, HEAD_DIM, None, TILE_GROUP, TILE_KEYS, TILE_DIM,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_seqs", "table_width"])
@@ -183,39 +175,31 @@ def own_rows_kernel(
 ):  # fmt: skip
     """Program (j, b) folds the states of sequence b's prefix, goes on with its own pieces, and stores its group.
 
-    With IS_SPLIT the states of its own pieces are there too.
-
-    Loop invariants: the state holds the first ``i`` pieces, and the pieces before ``split``.
+    With IS_SPLIT the states of its own pieces are there too, and all are folded. The loops are those of `fold_states`
+    and `attend_pieces`: together they fold all pieces from left to right, as plain decode does.
     """
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + seq)
-    if IS_SPLIT:
-        num_written = tl.cdiv(seq_len, SPLIT)
-    else:
-        num_written = tl.load(prefix_lens_ptr + find_group(group_starts_ptr, num_groups, seq)) // SPLIT
+    written = seq_len
+    if not IS_SPLIT:
+        written = tl.load(prefix_lens_ptr + find_group(group_starts_ptr, num_groups, seq))
     row = tl.arange(0, TILE_GROUP)
-    row_max, row_sum, acc = no_keys(TILE_GROUP, TILE_DIM)
-    for i in range(num_written):
-        part = i * num_seqs + seq
-        at = (part * NUM_KV_HEADS + kv_head) * GROUP + row
-        split_max = tl.load(max_ptr + at, mask=row < GROUP, other=float("-inf"))
-        split_sum = tl.load(sum_ptr + at, mask=row < GROUP, other=0.0)
-        split_acc = load_group(acc_ptr, part, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-        row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
+    row_max, row_sum, acc = fold_states(
+        max_ptr, sum_ptr, acc_ptr, num_seqs * (NUM_KV_HEADS * GROUP),
+        tl.where(written > 0, piece_of(written - 1) + 1, 0),
+        (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP + row, row < GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM,
+        STATES_AT_ONCE,
+    )  # fmt: skip
     if not IS_SPLIT:
         q = load_group(q_ptr, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
-        for split in range(num_written * SPLIT, seq_len, SPLIT):
-            split_max, split_sum, split_acc = attend_split(
-                q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
-                split, 0, seq_len, scale,
-                SLOTS, NUM_KV_HEADS, HEAD_DIM, TILE_GROUP, TILE_KEYS, TILE_DIM,
-            )  # fmt: skip
-            row_max, row_sum, acc = fold(row_max, row_sum, acc, split_max, split_sum, split_acc)
-    store_group(
-        out_ptr, normalized(row_sum, acc), seq, kv_head,
-        NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM,
-    )  # fmt: skip
+        row_max, row_sum, acc = attend_pieces(
+            q, k_pool_ptr, v_pool_ptr, block_tables_ptr + seq.to(tl.int64) * table_width, kv_head,
+            written, 0, seq_len, scale, row_max, row_sum, acc,
+            SLOTS, NUM_KV_HEADS, HEAD_DIM, None, TILE_GROUP, TILE_KEYS, TILE_DIM,
+        )  # fmt: skip
+    out = normalized(row_sum, acc)
+    store_group(out_ptr, out, seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM)
 
 
 @triton.jit

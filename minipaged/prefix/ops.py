@@ -48,7 +48,8 @@ def shared_prefix_attention(
     Cost:
         Reads the keys and values of a prefix once per tile of its group's query heads, and those of all other tokens
         once per sequence. In the Triton tier, the sums over each piece of a prefix are written down and read again:
-        ``2 * H * (D + 2)`` fp32 numbers per sequence and `SHARED_UNIT` tokens.
+        ``2 * H * (D + 2)`` fp32 numbers per sequence and piece. There are 8 in the first 1,024 tokens, then one every
+        512.
 
     Source:
         Hydragen (arXiv 2402.05099) makes one matrix product of a shared prefix; ChunkAttention (arXiv 2402.15220)

@@ -9,7 +9,7 @@ from minipaged.batching import ops, reference
 from minipaged.cases import MAX_ERROR
 from minipaged.cases_batching import (
     RAGGED_CASES,
-    RAGGED_SPLIT_CASES,
+    RAGGED_PIECE_CASES,
     RaggedCase,
     RaggedInputs,
     make_ragged_inputs,
@@ -20,7 +20,7 @@ from minipaged.errors import UserError
 from minipaged.foundation import reference as foundation_reference
 from minipaged.paged import reference as paged_reference
 
-ALL_CASES = [*RAGGED_CASES, *RAGGED_SPLIT_CASES]
+ALL_CASES = [*RAGGED_CASES, *RAGGED_PIECE_CASES]
 WINDOW_OF_4 = RaggedCase("window-of-4", (7,), 1, 1, block_size=4, window=4, num_queries=(7,))
 
 

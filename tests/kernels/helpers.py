@@ -28,7 +28,7 @@ DTYPES = [
 ]
 HALF_DTYPES = DTYPES[1:]
 
-RUNGS = ("foundation", "contiguous", "paged", "sharing", "batching", "prefix", "fast")
+RUNGS = ("foundation", "foundation.sampler", "contiguous", "paged", "sharing", "batching", "prefix", "fast")
 REFERENCES = [f"minipaged.{rung}.reference" for rung in RUNGS]
 ALLOWED = {"empty", "empty_like", "new_empty", "set_", "view", "_unsafe_view", "detach", "alias", "select", "slice"}
 ALLOWED |= {"is_pinned"}

@@ -9,7 +9,7 @@ import torch
 
 from minipaged.batching.ops import gather_blocks, ragged_paged_attention
 from minipaged.cases import AttentionCase, make_paged_inputs
-from minipaged.cases_batching import RAGGED_CASES, RAGGED_SPLIT_CASES, RaggedCase, make_ragged_inputs
+from minipaged.cases_batching import RAGGED_CASES, RAGGED_PIECE_CASES, RaggedCase, make_ragged_inputs
 from minipaged.cases_ops import COPY_CASES, make_prefill_inputs
 from minipaged.cases_prefix import SHARED_CASES, make_shared_inputs
 from minipaged.foundation.ops import causal_attention, rms_norm
@@ -48,7 +48,7 @@ def test_attention_does_not_depend_on_the_order_of_programs(dtype: torch.dtype):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("case", [RAGGED_CASES[4], RAGGED_SPLIT_CASES[1]], ids=str)
+@pytest.mark.parametrize("case", [RAGGED_CASES[4], RAGGED_PIECE_CASES[3]], ids=str)
 def test_a_mixed_batch_does_not_depend_on_the_order_of_programs(case: RaggedCase):
     inputs = make_ragged_inputs(case, torch.float16)
     forwards = run_kernel(ragged_paged_attention, *inputs.args)

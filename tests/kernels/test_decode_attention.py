@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minipaged.cases import ATTENTION_CASES, AttentionCase, PagedInputs, make_paged_inputs
-from minipaged.cases_ops import SPLIT_CASES
+from minipaged.cases_ops import CUT_LENGTHS, PIECE_CASES
 from minipaged.contiguous.ops import contiguous_attention
 from minipaged.paged import reference
 from minipaged.paged.ops import paged_attention
@@ -37,7 +37,7 @@ def exact(inputs: PagedInputs, case: AttentionCase) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, *SPLIT_CASES], ids=str)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, *PIECE_CASES], ids=str)
 def test_paged_attention_agrees_with_exact_attention(case: AttentionCase, dtype: torch.dtype):
     inputs = make_paged_inputs(case, dtype, DEVICE)
     loop = reference.paged_attention(*inputs.args, scale=case.head_dim**-0.5, window=case.window)
@@ -47,7 +47,7 @@ def test_paged_attention_agrees_with_exact_attention(case: AttentionCase, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [*ATTENTION_CASES, *SPLIT_CASES], ids=str)
+@pytest.mark.parametrize("case", [*ATTENTION_CASES, *PIECE_CASES], ids=str)
 def test_paging_changes_no_bit_of_contiguous_attention(case: AttentionCase, dtype: torch.dtype):
     inputs = make_paged_inputs(case, dtype, DEVICE)
     assert torch.equal(contiguous(inputs, case), paged(inputs, case))
@@ -67,14 +67,30 @@ def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, dtype
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("attend", [paged, contiguous])
 def test_a_decoding_sequence_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(attend, dtype: torch.dtype):
-    lengths = (*(37 * i % 90 + 1 for i in range(63)), 1100)
+    lengths = (*(37 * i % 90 + 1 for i in range(55)), *CUT_LENGTHS)
     case = AttentionCase("batch-of-64", lengths, num_heads=2, num_kv_heads=1)
     inputs = make_paged_inputs(case, dtype, DEVICE)
     together = attend(inputs, case)
-    for row in (0, 31, 62, 63):
+    for row in (0, 31, *range(54, 64)):
         assert torch.equal(attend(inputs.rows(row), case)[0], together[row])
     moved = [63, *range(20, 40), 0]
     assert torch.equal(attend(inputs.rows(*moved), case), together[moved])
+
+
+def test_a_cut_stands_in_the_middle_of_each_group_of_lengths_that_are_tested():
+    from minipaged.contiguous.kernels import num_pieces
+
+    for below, cut, above in zip(*(CUT_LENGTHS[i::3] for i in range(3)), strict=True):
+        assert num_pieces(below) == num_pieces(cut) == num_pieces(above) - 1
+
+
+def test_no_window_touches_more_pieces_than_there_is_room_for():
+    from minipaged.contiguous.kernels import max_pieces, num_pieces
+
+    for window in (1, 2, 128, 129, 130, 512, 897, 1024, 1025, 1538):
+        seen = [num_pieces(first + window) - num_pieces(first + 1) + 1 for first in range(4000)]
+        assert max(seen) <= max_pieces(10**6, window) <= max(seen) + 1
+    assert max_pieces(129, window=10**6) == max_pieces(129, window=None) == 2
 
 
 def test_the_window_lets_exactly_its_newest_tokens_through():

@@ -1,14 +1,15 @@
-"""The kernels above the rungs: a matrix product for few rows, and norm, rotary and cache write in one launch."""
+"""The kernels above the rungs: a matrix product for few rows, and kernels that do the work of several of the rungs."""
 
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from minipaged.cases_fast import PACKED_CASES, SKINNY_CASES, PackedCase, SkinnyCase
+from minipaged.cases_fast import GATE_UP_CASES, PACKED_CASES, SKINNY_CASES, PackedCase, SkinnyCase
+from minipaged.cases_ops import RowCase
 from minipaged.fast import reference
-from minipaged.fast.ops import norm_rotate_write, skinny_linear
-from minipaged.foundation.ops import rms_norm, rotary
+from minipaged.fast.ops import norm_rotate_write, silu_mul_packed, skinny_linear
+from minipaged.foundation.ops import rms_norm, rotary, silu_mul
 from minipaged.paged.ops import write_slots
 from tests.kernels.helpers import DEVICE, DTYPES, HAS_GPU, NEEDS_GPU, ON_DEVICE, assert_agrees, run_kernel
 from tests.kernels.test_any_order import last_program_first
@@ -124,21 +125,50 @@ def test_a_padding_row_of_nan_writes_nowhere_and_changes_no_other():
         assert torch.equal(slots[args[8][:3]], full_slots[args[8][:3]])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", GATE_UP_CASES, ids=str)
+def test_packed_halves_have_the_bits_of_separate_ones_and_agree_with_exact_arithmetic(
+    case: RowCase, dtype: torch.dtype
+):
+    gate_up = case.rows(dtype, DEVICE)
+    before = gate_up.clone()
+    gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
+    out = run_kernel(silu_mul_packed, gate_up)
+    assert torch.equal(gate_up, before)
+    assert torch.equal(out, run_kernel(silu_mul, gate, up))
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    assert_agrees(out, reference.silu_mul_packed(gate_up), exact)
+
+
+def test_packed_gates_far_from_zero_stay_finite_and_a_row_of_nan_stays_with_itself():
+    gates = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device=DEVICE)
+    rows = torch.cat((gates, torch.ones_like(gates))).repeat(3, 1)
+    rows[1] = float("nan")
+    out = run_kernel(silu_mul_packed, rows)
+    expected = torch.tensor([[0.0, 0.0, 0.0, 0.0, 90.0, 1e4]] * 2)
+    torch.testing.assert_close(out[::2].cpu(), expected)
+    assert out[1].isnan().all()
+
+
 def test_no_rows_launch_nothing():
+    assert run_kernel(silu_mul_packed, torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
     assert run_kernel(skinny_linear, torch.empty(0, 8, device=DEVICE), torch.ones(4, 8, device=DEVICE)).shape == (0, 4)
     args = PackedCase("none", 0).make_packed(torch.float32, DEVICE)
     assert run_kernel(norm_rotate_write, *args, num_heads=4).shape == (0, 4, 16)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="needs a GPU not, but the interpreter")
-def test_neither_depends_on_the_order_of_programs():
+def test_none_depends_on_the_order_of_programs():
     x, weight, bias = SkinnyCase("rows", 3, 70, 200, has_bias=True).make(torch.float16)
     case = PackedCase("packed", 3, num_heads=9, num_kv_heads=3, head_dim=64)
     args, backwards_args = case.make_packed(torch.float16), case.make_packed(torch.float16)
+    gate_up = RowCase("rows", 3, 4100).rows(torch.float16)
     forwards = run_kernel(skinny_linear, x, weight, bias), run_kernel(norm_rotate_write, *args, num_heads=9)
+    gated = run_kernel(silu_mul_packed, gate_up)
     with last_program_first():
         assert torch.equal(run_kernel(skinny_linear, x, weight, bias), forwards[0])
         assert torch.equal(run_kernel(norm_rotate_write, *backwards_args, num_heads=9), forwards[1])
+        assert torch.equal(run_kernel(silu_mul_packed, gate_up), gated)
     assert torch.equal(bits(args[6]), bits(backwards_args[6])) and torch.equal(bits(args[7]), bits(backwards_args[7]))
 
 

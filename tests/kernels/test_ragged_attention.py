@@ -14,14 +14,15 @@ from minipaged.batching import kernels, reference
 from minipaged.batching.ops import ragged_paged_attention
 from minipaged.cases_batching import (
     RAGGED_CASES,
-    RAGGED_SPLIT_CASES,
+    RAGGED_PIECE_CASES,
     RaggedCase,
     RaggedInputs,
     make_ragged_inputs,
     prompt_case,
 )
+from minipaged.cases_ops import COARSE_CUT, CUT_LENGTHS, FIRST_CUT, NEXT_CUT
 from minipaged.foundation.ops import causal_attention
-from minipaged.launch import takes_one_program_per_split
+from minipaged.launch import PROGRAMS_AT_ONCE, programs_per_row
 from minipaged.paged.ops import paged_attention
 from tests.kernels.helpers import (
     DEVICE,
@@ -37,7 +38,7 @@ from tests.kernels.helpers import (
 
 pytestmark = ON_DEVICE
 
-ALL_CASES = [*RAGGED_CASES, *RAGGED_SPLIT_CASES]
+ALL_CASES = [*RAGGED_CASES, *RAGGED_PIECE_CASES]
 SMALL = RaggedCase("small", (), num_heads=2, num_kv_heads=1)
 
 
@@ -56,9 +57,9 @@ def exact(inputs: RaggedInputs, case: RaggedCase) -> torch.Tensor:
 
 
 @contextmanager
-def splitting(is_split: bool) -> Iterator[None]:
-    """Let decode take one program per piece, or one per sequence, whatever the launch rule says."""
-    with patch.object(kernels, "takes_one_program_per_split", lambda num_programs, num_splits: is_split):
+def splitting(num_programs: int) -> Iterator[None]:
+    """Let so many programs share the pieces of a decode row, whatever the launch rule says."""
+    with patch.object(kernels, "programs_per_row", lambda num_rows, num_pieces: num_programs):
         yield
 
 
@@ -119,16 +120,27 @@ def test_any_chunking_of_a_prompt_gives_the_same_bits(cut: int, window: int | No
     assert begin == length
 
 
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("cut", [FIRST_CUT, COARSE_CUT, NEXT_CUT], ids=str)
+def test_chunks_that_meet_at_a_cut_of_decode_have_the_bits_of_one_chunk(cut: tuple[int, ...], dtype: torch.dtype):
+    begin, end = cut[0] - 2, cut[-1] + 2
+    inputs = make_ragged_inputs(prompt_case(end, replace(SMALL, block_size=5)), dtype, DEVICE)
+    whole = attend(inputs.chunk(begin, end))
+    for middle in cut:
+        parts = [attend(inputs.chunk(*part)) for part in ((begin, middle), (middle, end))]
+        assert torch.equal(torch.cat(parts), whole)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 21])
 def test_a_sequence_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(window: int | None, dtype: torch.dtype):
     scale = 10 if HAS_GPU else 1
-    lengths = (*((29 * i % 31 + 4) * scale for i in range(63)), 1100)
-    counts = (*((1, 2, 3, 1, length)[i % 5] for i, length in enumerate(lengths[:63])), 1)
+    lengths = (*((29 * i % 31 + 4) * scale for i in range(55)), *CUT_LENGTHS)
+    counts = (*((1, 2, 3, 1, length)[i % 5] for i, length in enumerate(lengths[:55])), *(1 for _ in CUT_LENGTHS))
     case = replace(SMALL, seq_lens=lengths, num_queries=counts, window=window)
     inputs = make_ragged_inputs(case, dtype, DEVICE)
     together = attend(inputs, window)
-    for row in (0, 1, 2, 4, 31, 62, 63):
+    for row in (0, 1, 2, 4, 31, *range(54, 64)):
         assert torch.equal(attend(inputs.rows(row), window), together[inputs.queries(row)])
     moved = [63, 9, 1, 7, 0]
     expected = torch.cat([together[inputs.queries(row)] for row in moved])
@@ -136,35 +148,39 @@ def test_a_sequence_gives_the_same_bits_alone_and_anywhere_in_a_batch_of_64(wind
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", RAGGED_SPLIT_CASES, ids=str)
-def test_one_program_per_split_and_one_per_sequence_give_the_same_bits(case: RaggedCase, dtype: torch.dtype):
+@pytest.mark.parametrize("case", RAGGED_PIECE_CASES, ids=str)
+def test_any_number_of_programs_for_a_row_gives_the_same_bits(case: RaggedCase, dtype: torch.dtype):
     inputs = make_ragged_inputs(case, dtype, DEVICE)
-    outs = []
-    for is_split in (False, True):
-        with splitting(is_split):
-            outs.append(attend(inputs, case.window))
-    assert torch.equal(*outs)
+    with splitting(1):
+        expected = attend(inputs, case.window)
+    for num_programs in (2, 3, 9):
+        with splitting(num_programs):
+            assert torch.equal(attend(inputs, case.window), expected)
 
 
-def test_splits_are_taken_for_few_long_sequences_only():
-    assert takes_one_program_per_split(num_programs=8, num_splits=2)
-    assert not takes_one_program_per_split(num_programs=8, num_splits=1)
-    assert not takes_one_program_per_split(num_programs=512, num_splits=32)
+def test_several_programs_share_a_row_if_rows_are_few_or_the_last_ones_would_run_alone():
+    assert programs_per_row(num_rows=8, num_pieces=2) == 2
+    assert programs_per_row(num_rows=8, num_pieces=1) == 1
+    assert programs_per_row(num_rows=8, num_pieces=10**4) == PROGRAMS_AT_ONCE // 8
+    assert programs_per_row(num_rows=PROGRAMS_AT_ONCE, num_pieces=32) == 1
+    assert programs_per_row(num_rows=PROGRAMS_AT_ONCE + 1, num_pieces=32) == 8
+    assert programs_per_row(num_rows=PROGRAMS_AT_ONCE + 1, num_pieces=1) == 1
+    assert programs_per_row(num_rows=2 * PROGRAMS_AT_ONCE, num_pieces=32) == 1
 
 
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("num_programs", [1, 2])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, is_split: bool):
+def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, num_programs: int):
     case = RaggedCase("poison", (45, 0, 30, 17, 9), block_size=4, window=9, num_queries=(20, 0, 1, 2, 9))
     clean, dirty = (make_ragged_inputs(case, torch.float16, DEVICE, poison=fill) for fill in (0.0, poison))
-    with splitting(is_split):
+    with splitting(num_programs):
         assert torch.equal(attend(clean, case.window), attend(dirty, case.window))
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_what_stands_beside_a_sequence_without_queries_does_not_matter(is_split: bool):
+@pytest.mark.parametrize("num_programs", [1, 2])
+def test_what_stands_beside_a_sequence_without_queries_does_not_matter(num_programs: int):
     inputs = make_ragged_inputs(RaggedCase("idle", (20, 9, 7), num_queries=(4, 0, 1)), device=DEVICE)
-    with splitting(is_split):
+    with splitting(num_programs):
         expected = attend(inputs)
         inputs.block_tables[1] = -1
         for seq_len in (0, 10**6, -3):
@@ -188,6 +204,12 @@ def test_a_window_of_4_over_7_tokens_shows_1_2_3_4_4_4_4_keys(chunk_size: int):
 def test_no_queries_launch_nothing():
     inputs = make_ragged_inputs(RaggedCase("none", (0, 5), num_queries=(0, 0)), device=DEVICE)
     assert attend(inputs).shape == (0, 4, 16)
+
+
+def test_padding_without_sequences_launches_nothing():
+    q, k_pool, v_pool, tables, starts, lens = make_ragged_inputs(RAGGED_CASES[5], device=DEVICE).args
+    out = run_kernel(ragged_paged_attention, q, k_pool, v_pool, tables[:0], starts[:1], lens[:0])
+    assert out.shape == q.shape
 
 
 def test_a_scale_of_the_caller_is_used():

@@ -19,7 +19,7 @@ from minipaged.cases_prefix import (
     make_shared_inputs,
     shared_case,
 )
-from minipaged.launch import decode_tiles, prefix_tiles
+from minipaged.launch import decode_tiles, prefix_tiles, split_tiles
 from minipaged.paged.ops import paged_attention
 from minipaged.prefix import kernels, reference
 from minipaged.prefix.ops import shared_prefix_attention
@@ -63,9 +63,9 @@ def exact(inputs: SharedInputs, case: SharedCase) -> torch.Tensor:
 
 
 @contextmanager
-def splitting(is_split: bool) -> Iterator[None]:
-    """Let one program take each piece of a sequence's own, or one take all of them, whatever the launch rule says."""
-    with patch.object(kernels, "takes_one_program_per_split", lambda num_programs, num_splits: is_split):
+def splitting(num_programs: int) -> Iterator[None]:
+    """Let so many programs share a sequence's own pieces, whatever the launch rule says."""
+    with patch.object(kernels, "programs_per_row", lambda num_rows, num_pieces: num_programs):
         yield
 
 
@@ -84,8 +84,8 @@ def test_shared_prefix_attention_agrees_with_exact_attention(case: SharedCase, d
 def test_sharing_changes_no_bit_of_plain_decode(case: SharedCase, dtype: torch.dtype):
     inputs = make_shared_inputs(case, dtype, DEVICE)
     expected = plain(inputs)
-    for is_split in (False, True):
-        with splitting(is_split):
+    for num_programs in (1, 3):
+        with splitting(num_programs):
             assert torch.equal(attend(inputs), expected)
 
 
@@ -117,12 +117,14 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_any_group(groups: list, dty
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_a_sequence_gives_the_same_bits_in_a_group_of_64(dtype: torch.dtype):
-    case = replace(SMALL, seq_lens=tuple(1025 + i % 7 for i in range(64)), group_sizes=(64,), prefix_lens=(1024,))
+    lengths = (*(1026 + i % 7 for i in range(60)), 1025, 1535, 1536, 1537)
+    case = replace(SMALL, seq_lens=lengths, group_sizes=(64,), prefix_lens=(1024,))
     inputs = make_shared_inputs(case, dtype, DEVICE)
     together = attend(inputs)
-    for row in (0, 31, 63):
-        assert torch.equal(attend(inputs.regrouped(((row,), 1024)))[0], together[row])
-    assert torch.equal(plain(inputs.regrouped(((62,), 0)))[0], together[62])
+    for row in (0, 31, 60, 61, 62, 63):
+        alone = inputs.regrouped(((row,), 1024))
+        assert torch.equal(attend(alone)[0], together[row])
+        assert torch.equal(plain(alone)[0], together[row])
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -140,12 +142,15 @@ def test_bits_do_not_depend_on_the_height_of_a_tile(num_rows: int, num_warps: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-def test_prefixes_take_the_keys_of_decode_tiles_and_whole_sequences(head_dim: int, dtype: torch.dtype):
+def test_prefixes_and_shared_rows_take_the_keys_of_decode_tiles_and_whole_groups(head_dim: int, dtype: torch.dtype):
     q = torch.empty(1, 1, head_dim, dtype=dtype)
     for group in (1, 3, 24, 71):
         tiles = prefix_tiles(q, group)
         assert tiles.keys == decode_tiles(q, group).keys
         assert tiles.queries >= group
+        assert replace(split_tiles(q, group), num_warps=0, num_stages=0, max_registers=None) == replace(
+            decode_tiles(q, group), num_warps=0, num_stages=0, max_registers=None
+        )
 
 
 def test_a_prefix_is_looked_up_in_one_table_of_its_group():
@@ -155,11 +160,11 @@ def test_a_prefix_is_looked_up_in_one_table_of_its_group():
     assert torch.equal(attend(inputs), expected)
 
 
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("num_programs", [1, 3])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, is_split: bool):
+def test_slots_that_no_sequence_owns_never_reach_the_output(poison: float, num_programs: int):
     clean, dirty = (make_shared_inputs(SMALL, torch.float16, DEVICE, poison=fill) for fill in (0.0, poison))
-    with splitting(is_split):
+    with splitting(num_programs):
         assert torch.equal(attend(clean), attend(dirty))
 
 

@@ -1,0 +1,1 @@
+"""Attention of a mixed batch's prompts, whole or in chunks."""
