@@ -15,6 +15,7 @@ Modules, in the order of a request's life:
 - `sampling_params` holds how a request's tokens are chosen and when it stops.
 - `sequence` is the request while it runs, and `generate` the engine that moves all of them on, step by step.
 - `model` turns a step's tokens into logits; its `ops` run as `reference` (PyTorch) or as `kernels` (Triton).
-- `sampling` turns logits into a token: `filters` leave out the unlikely ones, `philox` draws the noise.
+- `sampling` turns logits into a token: `filters` leave out the unlikely ones, `philox` draws the noise, and `sampler`
+  makes the choice an operation with kernels.
 - `detokenizer` turns tokens into text that can be streamed.
 """

@@ -21,6 +21,7 @@ from minipaged.foundation.philox import child_seed, draw_seed
 from minipaged.foundation.sampling import SampledToken, SamplingParams, sample
 from minipaged.foundation.sequence import Result, Sequence, StepOutput
 from minipaged.shapes import Float, Int, Tensor
+from minipaged.transfer import send
 
 MAX_BATCH = 256
 """Most sequences of one static batch. A later rung makes this an option."""
@@ -201,7 +202,7 @@ class Engine:
 
     def choose(self, batch: list[Sequence], logits: Float[Tensor, "B V"]) -> list[StepOutput]:
         """Choose the next token of each sequence, and release those that it ends."""
-        tokens = sample(logits, batch)
+        tokens = sample(logits, batch, tier=self.model.tier)
         return [self.append(seq, token) for seq, token in zip(batch, tokens, strict=True)]
 
     def append(self, seq: Sequence, sampled: SampledToken) -> StepOutput:
@@ -240,7 +241,7 @@ class Engine:
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Put a list of numbers on the model's device."""
-        return torch.tensor(values, dtype=dtype, device=self.model.device)
+        return send(values, dtype, self.model.device)
 
     def check_prompt(self, prompt_token_ids: Iterable[int], params: SamplingParams) -> list[int]:
         """Return the prompt as a list, or refuse a request that the engine can never serve."""

@@ -19,10 +19,13 @@ from typing import Protocol
 
 import torch
 
-from minipaged.foundation.filters import RandomRows, best_tokens, choose_tokens
+from minipaged.foundation.filters import best_tokens
 from minipaged.foundation.philox import seed_tensor
+from minipaged.foundation.sampler.ops import sample_tokens
 from minipaged.foundation.sampling_params import SamplingParams
 from minipaged.shapes import Float, Tensor
+from minipaged.tiers import Tier
+from minipaged.transfer import send
 
 __all__ = [
     "InvalidLogitsError",
@@ -103,12 +106,15 @@ class SampledToken:
     logprob: TokenLogprobs | None
 
 
-def sample(logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> list[SampledToken]:
+def sample(
+    logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState], *, tier: Tier = None
+) -> list[SampledToken]:
     """Choose the next token of every sequence.
 
     Args:
         logits: One row per sequence, in any floating type; computed with in fp32 and never changed.
         sequences: Their parameters, seeds and tokens so far; see `SequenceState`.
+        tier: Who chooses; penalties and log-probabilities are PyTorch's in any case.
 
     Returns:
         One token per sequence, in order.
@@ -127,15 +133,11 @@ def sample(logits: Float[Tensor, "B V"], sequences: Sequence[SequenceState]) -> 
         return []
     raw = logits.to(torch.float32)
     scores = _penalize(raw, sequences)
-    best = scores.max(dim=-1)  # the first of equals, and NaN wherever a row holds one
-    _check_finite(best.values)
-    token_ids = best.indices
-    random_rows = [row for row, sequence in enumerate(sequences) if sequence.params.temperature != 0]
-    if random_rows:
-        random_sequences = [sequences[row] for row in random_rows]
-        rows = torch.tensor(random_rows, device=raw.device)
-        token_ids[rows] = choose_tokens(_prepare_rows(scores[rows], best.values[rows], random_sequences))
-    chosen = token_ids.tolist()
+    chosen = sample_tokens(
+        scores.contiguous(), *sampling_settings(sequences, scores.shape[-1], raw.device), tier=tier
+    ).tolist()
+    if min(chosen) < 0:
+        _check_finite(scores.max(dim=-1).values)
     logprobs = _logprobs(raw, sequences, chosen)
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
@@ -222,27 +224,36 @@ def _as_tensors(edits: _Edits, device: torch.device) -> tuple[tuple[Tensor, Tens
 def _as_fp32(values: Iterable[float], device: torch.device) -> Float[Tensor, " B"]:
     """Round to fp32, but never to infinity: 0 times infinity would be NaN."""
     largest = torch.finfo(torch.float32).max
-    return torch.tensor([max(-largest, min(value, largest)) for value in values], device=device)
+    return send([max(-largest, min(value, largest)) for value in values], torch.float32, device)
 
 
-def _prepare_rows(
-    scores: Float[Tensor, "B V"], best: Float[Tensor, " B"], sequences: Sequence[SequenceState]
-) -> RandomRows:
-    device, vocab_size = scores.device, scores.shape[-1]
+def sampling_settings(
+    sequences: Sequence[SequenceState], vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Return what `sample_tokens` takes beside the logits. Where no row has a filter, all three are left out.
+
+    One that is left out alone would save nothing, and kernels are compiled anew for whatever is missing.
+    """
     params = [sequence.params for sequence in sequences]
-    # Rounding a tiny temperature to 0 would make the best token's score 0 / 0.
+    # Rounding a tiny temperature to 0 would mean no noise.
     smallest = torch.finfo(torch.float32).tiny
-    temperature = _as_fp32([max(_setting(p, "temperature"), smallest) for p in params], device)
-    limits = [int(_setting(p, "top_k")) for p in params]
-    min_p = [_setting(p, "min_p") for p in params]
-    return RandomRows(
-        # First the subtraction: a logit divided by a small temperature may leave fp32's range, 0 does not.
-        scores=(scores - best[:, None]) / temperature[:, None],
-        top_k=[limit if 0 < limit < vocab_size else vocab_size for limit in limits],
-        top_p=[_setting(p, "top_p") for p in params],
-        lowest_score=[math.log(value) if value else -math.inf for value in min_p],
-        seeds=seed_tensor([sequence.seed for sequence in sequences], device),
-        output_indices=torch.tensor([len(sequence.output_token_ids) for sequence in sequences], device=device),
+    temperatures = [_setting(p, "temperature") for p in params]
+    top_k = [int(_setting(p, "top_k")) if p.temperature else 0 for p in params]
+    top_k = [limit if 0 < limit < vocab_size else 0 for limit in top_k]
+    top_p = [_setting(p, "top_p") if p.temperature else 1.0 for p in params]
+    min_p = [_setting(p, "min_p") if p.temperature else 0.0 for p in params]
+    has_limits = any(top_k) or any(limit != 1 for limit in top_p) or any(min_p)
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor | None:
+        return send(values, dtype, device) if has_limits else None
+
+    return (
+        _as_fp32([max(value, smallest) if value else 0.0 for value in temperatures], device),
+        column(top_k, torch.int32),
+        column(top_p, torch.float64),
+        column(min_p, torch.float64),
+        seed_tensor([sequence.seed for sequence in sequences], device),
+        send([len(sequence.output_token_ids) for sequence in sequences], torch.int64, device),
     )
 
 

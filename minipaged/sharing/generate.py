@@ -141,7 +141,7 @@ class Engine(PagedEngine):
             members += family
             rows += [row] * len(family)
         outputs = []
-        for seq, token in zip(members, sample(self._pick(logits, rows), members), strict=True):
+        for seq, token in zip(members, sample(self._pick(logits, rows), members, tier=self.model.tier), strict=True):
             outputs += self._family_outputs(self.append(seq, token))
         return outputs
 
@@ -156,8 +156,9 @@ class Engine(PagedEngine):
     def _family_outputs(self, output: StepOutput) -> list[StepOutput]:
         """Return what may leave the engine now: with ``best_of``, nothing before the whole family has ended."""
         family = self.families[output.request_id]
-        if output.result is not None:
-            family.results.append(output.result)
+        if output.result is None:
+            return [] if family.holds_back else [output]
+        family.results.append(output.result)
         is_last = len(family.results) == num_sequences(family.params)
         if is_last:
             del self.families[output.request_id]
