@@ -1,16 +1,21 @@
 """What the benches write down beside their samples: where and with what they ran."""
 
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import progress as rich
+from rich.console import Console
 
 from minipaged.errors import UserError
 
@@ -102,6 +107,20 @@ def check_output(path: Path) -> None:
 def write_record(record: dict[str, Any], path: Path) -> None:
     """Write the record as JSON."""
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+@contextmanager
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call when a step begins: on a terminal it moves a bar, elsewhere it says a line."""
+    if not sys.stderr.isatty():
+        count = itertools.count(1)
+        yield lambda name: progress(f"{next(count)} of {total}: {name}")
+        return
+    columns = (rich.SpinnerColumn(), rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeElapsedColumn())
+    text = rich.TextColumn("{task.description}")
+    with rich.Progress(*columns, text, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda name: bar.update(task, advance=1, description=name)
 
 
 def progress(text: str) -> None:
