@@ -1,5 +1,6 @@
 """The facade: a model, a rung of the ladder, and prompts in, text out."""
 
+import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from minipaged.batching.generate import Engine as BatchingEngine
 from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
+from minipaged.fast.engine import FastEngine, fast_engine
+from minipaged.fast.steps import Steps, choose_steps
 from minipaged.foundation.config import token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
 from minipaged.foundation.generate import Engine as FoundationEngine
@@ -66,8 +69,9 @@ class LLM:
     """Load a model and generate text on a rung of the ladder.
 
     Args:
-        model: ``"smollm2"`` (SmolLM2-135M-Instruct, made ready on first use), a local folder, or a Hugging Face hub
-            id. Only safetensors weights are read, and no code that comes with a model is run.
+        model: ``"smollm2"`` (SmolLM2-135M-Instruct, made ready on first use), a local folder, a Hugging Face hub id,
+            or a shape with random weights, such as ``"qwen3-0.6b-random"``. Only safetensors weights are read, and
+            no code that comes with a model is run.
         rung: A name of `RUNGS`; None is the highest.
         tier: ``"torch"``, ``"triton"`` or None: Triton on a CUDA device, PyTorch elsewhere.
         block_size: Slots in a block, from 1.
@@ -95,6 +99,12 @@ class LLM:
             ``"radix"`` in a tree, to the token; None does not.
         eviction_policy: Which cached block rung ``prefix`` gives up first: ``"lru"`` (the default), the one that
             was used longest ago.
+        fused: From rung ``batching`` up: packed weights and fused kernels. This and the next three are the steps of
+            `minipaged.fast`; None takes them where they pay, which is with Triton on a GPU.
+        graphs: Decode steps of a few fixed sizes, recorded as CUDA graphs; on a CPU the sizes alone.
+        device_batch: Block tables stay on the GPU, and tokens are chosen there.
+        overlap: A step is planned while the one before it runs. Needs ``device_batch``.
+        enforce_eager: No CUDA graphs.
 
     Raises:
         UserError: Something of this cannot be had. The message names it and the limit.
@@ -125,6 +135,11 @@ class LLM:
         preemption: str | None = None,
         prefix_cache: str | None = "hash",
         eviction_policy: str | None = None,
+        fused: bool | None = None,
+        graphs: bool | None = None,
+        device_batch: bool | None = None,
+        overlap: bool | None = None,
+        enforce_eager: bool = False,
     ):
         self.rung = check_rung(rung)
         check_tier(tier)
@@ -151,12 +166,18 @@ class LLM:
         self.max_model_len = check_limit(max_model_len, self.config)
         self.tokenizer = load_tokenizer(folder)
         tier = choose_tier(tier, self.device, self.dtype, self.config)
+        steps = self._choose_steps(
+            {"fused": fused, "graphs": graphs, "device_batch": device_batch, "overlap": overlap},
+            enforce_eager,
+            cache,
+            is_triton=self.device.type == "cuda" and tier != "torch",
+        )
         self.model = load_model(
             folder,
             dtype=self.dtype,
             device=self.device,
             tier=tier,
-            is_packed=can_pack(self.dtype, self.device),
+            is_packed=can_pack(self.dtype, self.device) and not steps.fused,
         )
         if num_blocks is None and self.rung != "foundation":
             num_blocks = default_num_blocks(
@@ -179,9 +200,27 @@ class LLM:
         if RUNGS.index(self.rung) >= RUNGS.index("prefix"):
             options["weights_identity"] = weights_identity(folder)
         engine_type: Any = ENGINES[self.rung]
+        if steps:
+            engine_type = fast_engine(engine_type, steps)
         self.engine = engine_type(self.model, engine_type.options_type(**options, **chosen))
+        if isinstance(self.engine, FastEngine):
+            with Progress(sys.stderr) as progress:
+                self.engine.warm_up(progress)
         self._mail: dict[int, list[StepOutput]] = {}  # by open request: outputs that its caller has not taken yet
         self._arrived: set[int] = set()  # open requests that have some
+
+    def _choose_steps(
+        self, wanted: dict[str, bool | None], enforce_eager: bool, cache: str | None, is_triton: bool
+    ) -> Steps:
+        """Return the steps of `minipaged.fast` that the engine takes."""
+        reason = None
+        if RUNGS.index(self.rung) < RUNGS.index("batching"):
+            reason = f"rung {self.rung!r} runs static batches; the rungs from 'batching' up have it"
+        elif cache == "contiguous":
+            reason = "the contiguous cache has no block tables; cache 'paged' has them"
+        if wanted["graphs"] and self.device.type == "cuda" and not is_triton:
+            raise UserError("graphs cannot be had: the PyTorch tier waits for the GPU, which a CUDA graph cannot hold")
+        return choose_steps(wanted, enforce_eager, reason, pays=is_triton)
 
     def generate(
         self,
@@ -207,6 +246,10 @@ class LLM:
         for prompt, each in zip(ids, params, strict=True):
             self.engine.check_prompt(prompt, each)
         results: dict[int, list[Result]] = {}
+        is_frozen = gc.get_freeze_count() > 0
+        if not is_frozen:
+            # Or the collector would look through all of torch now and then, a tenth of a second each time.
+            gc.freeze()
         try:
             for prompt, each in zip(ids, params, strict=True):
                 results[self._submit(prompt, each)] = []
@@ -221,6 +264,8 @@ class LLM:
                             num_open -= 1
                             advance(sum(len(result.token_ids) for result in done))
         finally:
+            if not is_frozen:
+                gc.unfreeze()
             for request_id in results:
                 self._withdraw(request_id)
         return [result for done in results.values() for result in sorted(done, key=lambda r: r.index)]

@@ -1,6 +1,9 @@
 """The facade: options, results, refusals, and what is left in the cache after each of them."""
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -281,6 +284,23 @@ def test_more_prompts_than_the_pool_holds_all_finish(folder: Path):
     results = llm.generate([[i + 1] * (i % 5 + 1) for i in range(20)], GREEDY)
     assert [len(result.token_ids) for result in results] == [8 if i % 5 < 5 else 0 for i in range(20)]
     assert idle(llm)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_the_collector_leaves_old_objects_alone_only_while_answers_are_generated(folder: Path, is_broken: bool):
+    llm, counts = tiny(folder), []
+    step = llm.engine.step
+
+    def watched() -> list[Any]:
+        counts.append(gc.get_freeze_count())
+        if is_broken:
+            raise RuntimeError("broken")
+        return step()
+
+    llm.engine.step = watched
+    with pytest.raises(RuntimeError, match="broken") if is_broken else nullcontext():
+        llm.generate(["Hello"], GREEDY)
+    assert min(counts) > 0 and gc.get_freeze_count() == 0
 
 
 def test_the_waste_of_a_running_sequence_is_counted(folder: Path):

@@ -1,6 +1,6 @@
 """Rung 4's engine: carries out the scheduler's plans."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,9 @@ from minipaged.sharing.ops import copy_blocks
 
 CacheKind = Literal["paged", "contiguous"]
 CACHES = get_args(CacheKind)
+
+Read = Callable[[int, Tensor], Tensor]
+"""read(layer, q [T H D]) -> [T H D]: the attention of one layer, over keys and values that are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +258,16 @@ class Engine(SharingEngine):
         outputs: list[StepOutput] = []
         sampled = [chunk for chunk in plan.chunks if chunk.is_sampled]
         if plan.chunks:
-            rows = Rows.of(plan.chunks, self.cache, self.model.device)
-            attend = self.attend_rows(plan, rows)
-            logits = self.model.forward(rows.token_ids, rows.positions, attend, rows.logits_at)
+            logits = self.compute(plan)
             outputs = self._choose_tokens(sampled, logits) if sampled else []
         self.scheduler.update(plan, self._tokens)
         self._note_living(sampled)
         return outputs
+
+    def compute(self, plan: Plan) -> Float[Tensor, "R V"]:
+        """Run the plan's chunks through the model; return the logits of those that are sampled."""
+        rows = Rows.of(plan.chunks, self.cache, self.model.device)
+        return self.model.forward(rows.token_ids, rows.positions, self.attend_rows(plan, rows), rows.logits_at)
 
     def _move_blocks(self, plan: Plan) -> None:
         """Swap and copy blocks, in the order that the plan relies on."""
@@ -274,13 +280,22 @@ class Engine(SharingEngine):
 
     def attend_rows(self, plan: Plan, rows: Rows) -> Attend:
         """Write the new tokens' K and V, then attend through the block tables."""
-        windows, tier = self.model.config.layer_windows, self.model.tier
+        read = self.read_rows(plan, rows)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.write(layer, k, v, rows.slots)
-            return rows.attend(q, *self.kv[layer], window=windows[layer], tier=tier)
+            return read(layer, q)
 
         return attend
+
+    def read_rows(self, plan: Plan, rows: Rows) -> Read:
+        """Return the attention of rows whose keys and values are written."""
+        windows, tier = self.model.config.layer_windows, self.model.tier
+
+        def read(layer: int, q: Tensor) -> Tensor:
+            return rows.attend(q, *self.kv[layer], window=windows[layer], tier=tier)
+
+        return read
 
     # -- what rung 3 chooses is reported to the scheduler
 

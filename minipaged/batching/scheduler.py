@@ -133,20 +133,20 @@ class Scheduler:
         self.groups[request_id] = group
         self.waiting.push(group)
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, reason: str = "abort") -> None:
         """Drop a request wherever it is, and free what it holds. Nothing happens if it is not there."""
         group = self.groups.pop(request_id, None)
         if group is not None:
-            self._leave(group, "abort")
+            self._leave(group, reason)
 
-    def abort_sequence(self, request_id: int, seq_id: int) -> None:
+    def abort_sequence(self, request_id: int, seq_id: int, reason: str = "abort") -> None:
         """Drop one sequence of a request, and the request with its last one. Nothing happens if it is not there."""
         group = self.groups.get(request_id)
         gone = next((member for member in group.members if member.seq_id == seq_id), None) if group else None
         if group is None or gone is None:
             return
         if len(group.members) == 1:
-            self.abort(request_id)
+            self.abort(request_id, reason)
             return
         first = group.members[0]
         group.members.remove(gone)
@@ -162,7 +162,7 @@ class Scheduler:
             heir.num_computed = min(heir.num_computed, max(first.num_computed, heir.num_found))
         if group.is_running or group.swapped:
             group.is_decoding |= group.is_prefilled  # perhaps nobody else lacked anything
-        self._tell("finish", group, seq_id, reason="abort")
+        self._tell("finish", group, seq_id, reason=reason)
 
     # -- one step
 

@@ -13,6 +13,14 @@ from minipaged.chat.interrupts import INTERRUPTED, as_usual, leave_at_once
 from minipaged.cli import FAILURE, OneSentenceParser
 from minipaged.errors import UserError
 
+SWITCHES = {
+    "fused": "packed weights and fused kernels",
+    "graphs": "decode steps recorded as CUDA graphs",
+    "device_batch": "block tables and sampling that stay on the GPU",
+    "overlap": "planning a step while the one before it runs",
+}
+"""The steps of speed that can be switched off, by the name of the option of `minipaged.LLM`."""
+
 
 def make_parser() -> OneSentenceParser:
     """Return the parser of the chat's options."""
@@ -31,6 +39,9 @@ def make_parser() -> OneSentenceParser:
     add("--block-size", type=int, default=16, metavar="S", help="slots in a block (default: 16)")
     add("--num-blocks", type=int, metavar="N", help="blocks of the cache (default: one conversation of full length)")
     add("--max-model-len", type=int, metavar="L", help="most tokens of a conversation (default: the model's limit)")
+    for name, what in SWITCHES.items():
+        add(f"--no-{name.replace('_', '-')}", dest=name, action="store_const", const=False, help=f"without {what}")
+    add("--enforce-eager", action="store_true", help="another name of --no-graphs")
     add("--temperature", type=float, metavar="T", help="0 takes the best token (default: the model's own, else 0)")
     add("--top-p", type=float, metavar="P", help="keep the best tokens of this total probability")
     add("--seed", type=int, help="makes sampling repeatable")

@@ -41,12 +41,16 @@ def load_session(options: argparse.Namespace) -> "ChatSession":
 
 def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
     """Load the model on a rung, with a cache for one conversation of full length unless the options say otherwise."""
+    from minipaged.errors import UserError
+    from minipaged.foundation.random_weights import is_random
     from minipaged.foundation.weights import resolve_model
     from minipaged.llm import LLM, check_rung
 
     rung = check_rung(rung)
     with Progress(sys.stderr) as progress, cleaning_up():
         folder = resolve_model(options.model, options.revision, progress)
+    if is_random(folder):  # said before gigabytes of weights are drawn
+        raise UserError(f"{options.model} has random weights and no tokenizer, so it cannot chat; benches can run it")
     num_blocks = options.num_blocks
     if num_blocks is None and rung != "foundation":
         num_blocks = _num_blocks_for_one(options, folder, rung)
@@ -59,6 +63,11 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
         dtype=options.dtype,
         device=options.device,
         max_model_len=options.max_model_len,
+        fused=options.fused,
+        graphs=options.graphs,
+        device_batch=options.device_batch,
+        overlap=options.overlap,
+        enforce_eager=options.enforce_eager,
     )
 
 

@@ -104,7 +104,7 @@ class DecoderModel:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], tier: Tier = None) -> None:
         """Take the weights to their places. Nothing is computed but the rotary frequencies."""
         self.config = config
-        self.weights = weights
+        self.weights = dict(weights)
         self.tier: Tier = tier
         self.embedding = weights["model.embed_tokens.weight"]
         self.final_norm = weights["model.norm.weight"]
@@ -137,14 +137,14 @@ class DecoderModel:
         cos, sin = self.rotary_angles(positions)
         x, residual = F.embedding(token_ids, self.embedding), None  # [T, E]
         for i, layer in enumerate(self.layers):
-            x, residual = self._norm(x, layer.input_norm, residual)
+            x, residual = self.norm(x, layer.input_norm, residual)
             x = self._attention(i, layer, x, cos, sin, attend)
-            x, residual = self._norm(x, layer.post_attention_norm, residual)
+            x, residual = self.norm(x, layer.post_attention_norm, residual)
             x = layer.down_proj(silu_mul(layer.gate_proj(x), layer.up_proj(x), tier=self.tier))
         if logits_at is not None:
             x = x[logits_at]  # [R, E]
             residual = residual[logits_at] if residual is not None else None
-        x, _ = self._norm(x, self.final_norm, residual)
+        x, _ = self.norm(x, self.final_norm, residual)
         return self.output(x)  # [R, V]
 
     def rotary_angles(
@@ -155,7 +155,7 @@ class DecoderModel:
         factor = self.config.rope.attention_factor
         return angles.cos() * factor, angles.sin() * factor
 
-    def _norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm(self, x: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the residual and norm the sum; return the normed rows and the next residual."""
         if residual is None:  # the first norm of a forward pass: the embedding itself starts the residual
             return rms_norm(x, weight, self.config.rms_norm_eps, tier=self.tier), x

@@ -1,7 +1,7 @@
 """The bookkeeping of blocks that are found again by what they hold."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from minipaged.batching.cache import BatchingCache, PartialTable, Room, Swapped
@@ -307,8 +307,15 @@ class PrefixCache(BatchingCache):
         while self._pinned:
             self.pool.free(self._pinned.pop())
 
-    def distrust(self) -> None:
-        """Hear that a step has failed: no part-full block is worth an entry, for it may not have been written."""
+    def distrust(self, block_ids: Iterable[int] = ()) -> None:
+        """Hear that a step has failed: no part-full block is worth an entry, for it may not have been written.
+
+        Args:
+            block_ids: Blocks that may have been entered though what is in them is wrong.
+        """
+        for block_id in block_ids:
+            for gone in self.index.forget(block_id) if block_id in self.index else ():
+                self.pool.unmark_cached(gone)
         for walk in self._walks.values():
             walk.num_computed = walk.num_entered * self.pool.block_size
         self.release_pins()

@@ -9,12 +9,13 @@ import torch
 from minipaged.batching.cache import BatchingCache
 from minipaged.batching.generate import Engine as BatchingEngine
 from minipaged.batching.generate import EngineOptions as BatchingOptions
+from minipaged.batching.generate import Read
+from minipaged.batching.group import Group
 from minipaged.batching.plan import Plan
 from minipaged.batching.preemption import Preemption
 from minipaged.batching.rows import Rows
 from minipaged.batching.scheduler import Scheduler
 from minipaged.errors import UserError
-from minipaged.foundation.model import Attend
 from minipaged.foundation.sampling import SampledToken
 from minipaged.foundation.sampling_params import SamplingParams as FoundationParams
 from minipaged.foundation.sequence import Result, Sequence, StepOutput
@@ -96,21 +97,21 @@ class Engine(BatchingEngine):
 
     # -- attention
 
-    def attend_rows(self, plan: Plan, rows: Rows) -> Attend:
+    def read_rows(self, plan: Plan, rows: Rows) -> Read:
         """Attend as rung 4 does, but let rows with a common beginning read that together."""
+        read_alone = super().read_rows(plan, rows)
         if not isinstance(plan, PrefixPlan) or not plan.shared:
-            return super().attend_rows(plan, rows)
+            return read_alone
         num_shared = sum(group.num_rows for group in plan.shared)
         groups = self._group_tensors(plan.shared)
         first_tables, first_lens = rows.block_tables[:num_shared], rows.seq_lens[:num_shared]
         others = rows.behind(num_shared)
         windows, tier = self.model.config.layer_windows, self.model.tier
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.write(layer, k, v, rows.slots)
-            k_pool, v_pool = self.kv[layer]
+        def read(layer: int, q: Tensor) -> Tensor:
             if windows[layer] is not None:  # this layer does not look at the beginning
-                return rows.attend(q, k_pool, v_pool, window=windows[layer], tier=tier)
+                return read_alone(layer, q)
+            k_pool, v_pool = self.kv[layer]
             self.num_shared_launches += 1
             out = torch.empty_like(q)
             out[:num_shared] = shared_prefix_attention(
@@ -120,7 +121,7 @@ class Engine(BatchingEngine):
                 out[num_shared:] = others.attend(q[num_shared:], k_pool, v_pool, window=None, tier=tier)
             return out
 
-        return attend
+        return read
 
     def _group_tensors(self, shared: list[SharedRows]) -> tuple[Tensor, Tensor]:
         starts = [0, *itertools.accumulate(group.num_rows for group in shared)]
@@ -151,8 +152,12 @@ class Engine(BatchingEngine):
 
     def _counts(self, request_id: int) -> dict[str, int]:
         """Return what a request has had of the cache so far."""
-        group = self.scheduler.groups.get(request_id)
+        group = self.group_of(request_id)
         return {name: getattr(group, name, 0) for name in ("num_hit_tokens", "num_evictions")}
+
+    def group_of(self, request_id: int) -> Group | None:
+        """Return the scheduler's record of a request, None where it has none any more."""
+        return self.scheduler.groups.get(request_id)
 
     def stats(self) -> dict[str, int]:
         """Return the counters of the cache, and how often a shared beginning was read once for several rows."""

@@ -61,8 +61,8 @@ class PrefixScheduler(Scheduler):
     """Continuous batching over a cache that remembers.
 
     Changes of rung 4: a request begins behind what it finds in the cache, and what it costs the cache is counted.
-    One that waits for a block which is just being computed lets short ones pass. Rows that decode and have whole
-    pieces of `SHARED_UNIT` tokens at their beginning in the same blocks are put side by side, to read those once.
+    One that waits for a block which is just being computed lets short ones pass. Rows that decode and have one or more
+    times `SHARED_UNIT` tokens at their beginning in the same blocks are put side by side, to read those once.
     """
 
     group_type = PrefixGroup

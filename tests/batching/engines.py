@@ -41,11 +41,20 @@ class Watched:
         """Hold the books of engine, scheduler, cache and swap space against each other."""
         engine, scheduler = self.engine, self.scheduler
         engine.cache.check()
-        assert engine.members.keys() == scheduler.groups.keys() == engine.families.keys()
-        for request_id, group in scheduler.groups.items():
-            members = engine.members[request_id]
-            assert group.seq_ids == [seq.seq_id for seq in members]
-            assert [member.token_ids for member in group.members] == [seq.token_ids for seq in members]
+        flight = getattr(engine, "in_flight", None)
+        late = {seq.seq_id for seq in flight.seqs} if flight else set()  # the scheduler is a token ahead
+        assert engine.members.keys() == engine.families.keys()
+        for request_id in engine.members.keys() | scheduler.groups.keys():
+            group, members = scheduler.groups.get(request_id), engine.members[request_id]
+            known = [(seq.seq_id, seq.token_ids) for seq in members]
+            planned = (
+                [(m.seq_id, [token for token in m.token_ids if token >= 0]) for m in group.members] if group else []
+            )
+            assert planned == [each for each in known if each in planned]
+            assert {seq_id for seq_id, tokens in known if (seq_id, tokens) not in planned} <= late
+            if group is None:
+                continue
+            assert all(m.seq_id in late for m in group.members if m.token_ids[-1] < 0)
             assert engine.swap_space.holds(request_id) == (group.swapped is not None)
         running = [seq_id for group in scheduler.running for seq_id in group.seq_ids]
         assert sorted(engine.cache.seq_ids) == sorted(running), "only those that run have slots"

@@ -15,7 +15,7 @@ import safetensors.torch
 
 from minipaged import UserError
 from minipaged.chat.__main__ import main, make_parser
-from minipaged.chat.loading import Loading
+from minipaged.chat.loading import Loading, load_llm
 from tests.chat.fake_llm import run
 from tests.chat.tiny_llm import load, make_session, plain_repl
 from tests.tiny_models import make_tiny_model
@@ -196,6 +196,30 @@ def test_the_rung_without_a_cache_takes_no_cache_options_and_the_next_gets_them_
     assert (options.num_blocks, options.block_size) == (12, 8)  # type: ignore[attr-defined]
     assert main([*arguments, "--rung", "foundation", "--prompt", "Hi"]) == 2
     assert "has no cache, so no num_blocks" in capsys.readouterr().err
+
+
+STEPS = {"fused": None, "graphs": None, "device_batch": None, "overlap": None, "enforce_eager": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "switched"),
+    [
+        ([], {}),
+        (["--no-fused"], {"fused": False}),
+        (["--no-graphs", "--no-device-batch"], {"graphs": False, "device_batch": False}),
+        (["--no-overlap", "--enforce-eager"], {"overlap": False, "enforce_eager": True}),
+    ],
+)
+def test_steps_of_speed_are_switched_off_by_name(
+    folder: Path, arguments: list[str], switched: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: dict[str, Any] = {}
+    monkeypatch.setattr("minipaged.llm.LLM", lambda folder, **options: taken.update(options))
+    options = ["--model", str(folder), "--device", "cpu", *arguments]
+    load_llm(make_parser().parse_args(options), None)
+    assert {name: taken[name] for name in STEPS} == STEPS | switched
+    monkeypatch.undo()
+    assert main([*options, "--prompt", "Hi", "--max-tokens", "2", "--num-blocks", "12"]) == 0
 
 
 class Terminal:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from minipaged.cases import MAX_ERROR
-from minipaged.cases_fast import PACKED_CASES, SKINNY_CASES, PackedCase, SkinnyCase
+from minipaged.cases_fast import GATE_UP_CASES, PACKED_CASES, SKINNY_CASES, PackedCase, SkinnyCase
+from minipaged.cases_ops import RowCase
 from minipaged.errors import UserError
-from minipaged.fast.ops import MAX_SKINNY_ROWS, norm_rotate_write, skinny_linear
+from minipaged.fast.ops import MAX_SKINNY_ROWS, norm_rotate_write, silu_mul_packed, skinny_linear
 from minipaged.tiers import use
 
 
@@ -74,7 +75,27 @@ def test_packed_rows_are_normed_turned_and_written_to_their_slots_alone(case: Pa
     assert k_slots.isnan().all() and v_slots.isnan().all(), "a slot that no token has was written"
 
 
-def test_readers_own_functions_take_the_place_of_both():
-    with use(skinny_linear=lambda x, weight, bias: "mine", norm_rotate_write=lambda *args, num_heads: num_heads):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", GATE_UP_CASES, ids=str)
+def test_the_first_half_of_a_packed_row_gates_the_second(case: RowCase, dtype: torch.dtype):
+    gate_up = case.rows(dtype)
+    before, middle = gate_up.clone(), case.width // 2
+    gate, up = gate_up[:, :middle].double(), gate_up[:, middle:].double()
+    out = silu_mul_packed(gate_up)
+    assert out.dtype == dtype and torch.equal(gate_up, before)
+    torch.testing.assert_close(out.double(), gate / (1 + (-gate).exp()) * up, atol=1e-5, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("tier", ["torch", "triton", None])
+def test_rows_without_halves_are_refused_on_every_tier(tier):
+    for wrong in (torch.ones(2, 7), torch.ones(8), torch.ones(2, 2, 4)):
+        with pytest.raises(UserError, match="silu_mul_packed: gate_up must be rows of even length"):
+            silu_mul_packed(wrong, tier=tier)
+
+
+def test_readers_own_functions_take_the_place_of_all():
+    parts = {"skinny_linear": lambda x, weight, bias: "mine", "norm_rotate_write": lambda *args, num_heads: num_heads}
+    with use(**parts, silu_mul_packed=lambda gate_up: "gated"):
+        assert silu_mul_packed(torch.ones(1, 8)) == "gated"
         assert skinny_linear(torch.ones(1, 8), torch.ones(4, 8)) == "mine"
         assert norm_rotate_write(*PACKED_CASES[0].make_packed(torch.float32), num_heads=4) == 4
