@@ -10,9 +10,14 @@ BENCHES = {
     "bookkeeping": "seconds that the caches' bookkeeping takes, by size of the pool",
     "cpu": "speed against transformers.generate and resident memory, on the CPU",
     "evidence": "the tests that need a GPU: which ran, on what, and how they ended",
+    "fast": "what each step of fast/ is worth: the throughput workload with one more step each time",
+    "kernels": "each operation on a GPU beside PyTorch's own and a plain copy, and beside its target",
     "prefix": "what the prefix cache costs without hits and saves with them, and whether its size matters",
+    "profile": "steady decode steps under the profiler: time by kernel, and how long the GPU idles",
     "scheduler": "time of one step of the scheduler, by running sequences, queue and pool",
+    "step": "one whole decode step of a 0.6B model in one CUDA graph, and its parts",
     "ladder": "one workload on every rung at the same memory: speed, sequences held, and where the slots go",
+    "throughput": "whole workloads: tokens a second, start, memory, beside other engines and targets",
 }
 """Name of each bench, which is its module's too, and what it measures."""
 

@@ -211,9 +211,12 @@ def run(options: Namespace) -> None:
 
 def measure(options: Namespace) -> dict[str, Any]:
     """Do all runs and return the record."""
+    from minipaged.foundation.random_weights import is_random
     from minipaged.foundation.weights import resolve_model
 
     folder = resolve_model(options.model)
+    if is_random(folder):
+        raise UserError(f"bench cpu needs a folder with weights, and {options.model} has none; see bench throughput")
     llm, memory = load_ours(folder, options.dtype)
     sizes = QUICK if options.quick else FULL
     vocab_size = llm.config.vocab_size

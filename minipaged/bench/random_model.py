@@ -1,7 +1,10 @@
 """The smallest model that runs, for benches that count and do not care what is said."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
@@ -31,3 +34,14 @@ def save_random_model(folder: Path, max_model_len: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in weight_shapes(config).items()}
     save_file(weights, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+
+@contextmanager
+def model_at(name: str, max_model_len: int) -> Iterator[str]:
+    """Yield the name of a model as `LLM` takes it; ``random`` is the smallest model, in a folder for so long."""
+    if name != "random":
+        yield name
+        return
+    with TemporaryDirectory() as folder:
+        save_random_model(Path(folder), max_model_len)
+        yield folder

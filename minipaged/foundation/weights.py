@@ -20,6 +20,7 @@ from minipaged.foundation.config import ModelConfig, token_ids_of
 from minipaged.foundation.json_files import naming, read_json
 from minipaged.foundation.model import DecoderModel, weight_shapes
 from minipaged.foundation.packing import pack
+from minipaged.foundation.random_weights import find_random_model, is_random, make_weights, random_identity
 from minipaged.shapes import Tensor
 from minipaged.tiers import Tier
 
@@ -38,18 +39,20 @@ def resolve_model(name: str | os.PathLike[str], revision: str | None = None, sho
     """Return the local folder of a model, downloading it if need be.
 
     Args:
-        name: "smollm2" for the default model, a folder, or a Hugging Face hub id such as "Qwen/Qwen3-0.6B".
+        name: "smollm2" for the default model, a folder, a Hugging Face hub id such as "Qwen/Qwen3-0.6B", or a shape
+            with random weights such as "qwen3-0.6b-random".
         revision: Branch, tag or commit of a hub repository.
         show_progress: Called with a line of text as the preparation goes on.
 
     Raises:
-        UserError: There is no such folder or repository, or it cannot be reached.
+        UserError: There is no such folder, shape or repository, or it cannot be reached.
     """
     name = os.fspath(name) if isinstance(name, os.PathLike) else name
     if not isinstance(name, str) or not name.strip():
         raise UserError(f"model must be {DEFAULT_MODEL!r}, a folder, or a Hugging Face hub id, not {shown(name)}")
+    shape = find_random_model(name)
     try:
-        folder = Path(name).expanduser()
+        folder = shape or Path(name).expanduser()
         is_hub_id = name != DEFAULT_MODEL and not folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no permission, or ~ of an unknown user
         reason = error.strerror if isinstance(error, OSError) else error
@@ -129,10 +132,13 @@ def load_model(
     """
     folder = Path(folder)
     config, _ = load_config(folder)
+    if is_random(folder):
+        weights = make_weights(config, dtype, torch.device(device))
+        return DecoderModel(config, _packed(weights) if is_packed else weights, tier)
     expected = weight_shapes(config)
     files = find_tensors(folder)
     _check_names(expected, files, config.tie_word_embeddings)
-    weights: dict[str, Tensor] = {}
+    weights = {}
     for path in sorted({files[name] for name in expected}):
         with _open(path) as shard:
             for name in (name for name in expected if files[name] == path):
@@ -142,6 +148,13 @@ def load_model(
     if is_packed:
         _unpack_embedding(weights, files, dtype)
     return DecoderModel(config, weights, tier)
+
+
+def _packed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Pack all but the embedding, whose rows are looked up; a tied output matrix becomes a packed copy of it."""
+    name = "model.embed_tokens.weight"
+    weights.setdefault("lm_head.weight", weights[name])
+    return {key: tensor if key == name else pack(tensor) for key, tensor in weights.items()}
 
 
 def _unpack_embedding(weights: dict[str, Tensor], files: dict[str, Path], dtype: torch.dtype) -> None:
@@ -192,6 +205,8 @@ def find_tensors(folder: Path) -> dict[str, Path]:
 
 def weights_identity(folder: Path) -> str:
     """Return text that changes when the weights do: name, size and time of every file that holds some."""
+    if is_random(folder):
+        return random_identity(folder)
     files = sorted(set(find_tensors(folder).values()))
     return ";".join(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
 
