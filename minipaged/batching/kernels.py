@@ -44,7 +44,7 @@ from minipaged.launch import (
 from minipaged.paged.kernels import attend_pieces, empty_states, fold_states, share_of, write_states
 from minipaged.shapes import Float, Int, Tensor
 
-STATES_AT_ONCE = tl.constexpr(16)
+STATES_AT_ONCE = tl.constexpr(8)
 """So many states of pieces are on their way at a time when they are folded, each of one query head."""
 
 
@@ -104,17 +104,19 @@ def _decode_rows(
     options = {
         "SLOTS": block_size, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "WINDOW": window,
         "TILE_GROUP": tiles.queries, "TILE_KEYS": tiles.keys, "TILE_DIM": padded(head_dim, minimum=16),
-        **tiles.options, **early_start(q.device), "enable_fp_fusion": False,
+        **tiles.options, "enable_fp_fusion": False,
     }  # fmt: skip
     if num_programs == 1:
+        # It does not start early: its programs would take the places that are left, and crowd on some processors.
         decode_rows_kernel[(num_kv_heads, num_seqs)](
             q, k_pool, v_pool, out, block_tables, query_starts, seq_lens, table_width, scale, **options
         )
         return
     states = empty_states(num_states, q, num_seqs)
     decode_splits_kernel[(num_kv_heads, num_seqs, num_programs)](
-        q, k_pool, v_pool, *states, block_tables, query_starts, seq_lens, table_width, num_seqs, scale, **options
-    )
+        q, k_pool, v_pool, *states, block_tables, query_starts, seq_lens, table_width, num_seqs, scale,
+        **options, **early_start(q.device),
+    )  # fmt: skip
     fold_splits_kernel[(num_heads, num_seqs)](
         *states, out, query_starts, seq_lens, num_seqs,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window, TILE_DIM=padded(head_dim, minimum=16),
@@ -127,13 +129,11 @@ def decode_rows_kernel(
     q_ptr, k_pool_ptr, v_pool_ptr, out_ptr, block_tables_ptr, query_starts_ptr, seq_lens_ptr, table_width, scale,
     SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (j, b) computes the group of query heads that share KV head j, if sequence b has one query.
 
     It is rung 2's program: `attend_pieces`, whose loop reads nothing but this sequence's length and blocks.
     """
-    wait_for_inputs(STARTS_EARLY)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     query = tl.load(query_starts_ptr + seq)
