@@ -1,6 +1,6 @@
 """The decoder with fewer and larger launches: q, k and v from one product, gate and up from another.
 
-A layer of the rungs makes 13 launches, this one 8::
+A layer of the rungs makes 15 launches where heads are normed, this one 9::
 
     norm, q, k, v products, norm of q, norm of k, rotary, write, attention, o product,      the rungs
     norm, gate, up products, silu x gate, down product
@@ -10,7 +10,8 @@ A layer of the rungs makes 13 launches, this one 8::
 Up to 16 rows the products are `skinny_linear`, which streams the weights once; above that cuBLAS does.
 
 Cost:
-    No memory: the weights move into the fused matrices, and the rungs' model keeps views of them.
+    No memory in the end: the weights move into the packed matrices, and the rungs' model keeps views of them. While
+    they move, one matrix is there twice.
 """
 
 from dataclasses import replace

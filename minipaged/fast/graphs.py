@@ -1,6 +1,6 @@
 """Decode steps of a few fixed sizes, each recorded once and replayed.
 
-An eager step of a 0.6B model launches some 230 kernels, and Python takes longer to launch them than a small batch
+An eager step of a 0.6B model launches some 260 kernels, and Python takes longer to launch them than a small batch
 takes to compute. A CUDA graph launches all of them at once. What it holds is fixed, addresses and grids too, so a
 batch is filled up to the next recorded size, and everything that varies is read from `DecodeInputs`.
 
