@@ -104,6 +104,8 @@ def test_idle_by_the_clock_is_what_the_trace_does_not_fill():
         (["profile", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["profile", "--without", "luck"], "no step is called 'luck'; there is fused, graphs, device_batch, overlap"),
         (["profile", "--out", "no/such/folder/a.json"], "there is no folder 'no/such/folder'"),
+        (["profile", "--out", "."], ". cannot be written (Is a directory)"),
+        (["profile", "--trace", "a.txt"], "its name must end in .json or .json.gz, not 'a.txt'"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, complaint, capsys):

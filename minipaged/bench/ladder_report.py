@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from minipaged.bench.record import check_writable
 from minipaged.errors import UserError
 
 COLOURS = {
@@ -94,8 +95,7 @@ def check_plot(path: Path) -> None:
     """
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"the plot's name must end in .svg or .png, not {path.name!r}")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    check_writable(path)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -96,12 +96,28 @@ def check_output(path: Path) -> None:
     """
     if path.suffix != ".json":
         raise UserError(f"the result is JSON, so its name must end in .json, not {path.name!r}")
-    if not path.parent.is_dir():
-        raise UserError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    check_writable(path)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise UserError('the plot needs matplotlib; pip install -e ".[bench]" brings it') from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out whether a file can be written, without leaving one behind.
+
+    Raises:
+        UserError: Its folder does not exist, it is a folder itself, or the system refuses.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror})") from error
+    if not existed:
+        path.unlink()
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:

@@ -48,7 +48,7 @@ def choose_steps(wanted: dict[str, bool | None], enforce_eager: bool, reason_aga
         Steps(fused=True, graphs=False, device_batch=True, overlap=False)
     """
     for name, value in {**wanted, "enforce_eager": enforce_eager}.items():
-        if value not in (True, False, None):
+        if type(value) is not bool and (value is not None or name not in wanted):
             raise UserError(f"{name} must be True or False, not {value!r}")
     asked = [name for name in NAMES if wanted.get(name)]
     if asked and reason_against:
