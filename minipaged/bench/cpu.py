@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from minipaged.bench.memory import peak_resident_bytes, resident_bytes, stored_weight_bytes
-from minipaged.bench.record import check_output, new_record, progress, write_record
+from minipaged.bench.record import check_output, import_pyplot, new_record, progress, write_record
 from minipaged.errors import UserError
 
 if TYPE_CHECKING:
@@ -283,11 +283,7 @@ def report(record: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the medians as bars and every run as a dot, from the record alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     figure, axes = pyplot.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained")
     for axis, name, title in zip(axes, ("single", "batch"), ("one stream", "batch"), strict=True):

@@ -16,9 +16,8 @@ from typing import Any
 
 from minipaged.bench.gpu_timing import new_gpu_record
 from minipaged.bench.kernel_report import head
-from minipaged.bench.ladder_report import check_plot
 from minipaged.bench.random_model import model_at
-from minipaged.bench.record import check_output, progress, write_record
+from minipaged.bench.record import check_output, check_plot, import_pyplot, progress, write_record
 from minipaged.bench.throughput import add_shared_arguments, choose_repeats, samples_of
 from minipaged.bench.throughput_worker import Event, Job, run_process
 from minipaged.bench.throughput_workloads import FULL, MAX_MODEL_LEN, QUICK, draw_requests, num_blocks_for
@@ -129,11 +128,7 @@ def report(record: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw a bar for each row, and each run as a dot."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     rows = record["rows"]
     figure, axis = pyplot.subplots(figsize=(6.4, 2.8), layout="constrained")

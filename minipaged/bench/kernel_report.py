@@ -6,9 +6,7 @@ from typing import Any
 
 from minipaged.bench.gpu_timing import NUM_SAMPLES_QUICK
 from minipaged.bench.kernel_case import HIGHER_IS_BETTER, ceilings, spread, value_of
-from minipaged.bench.ladder_report import check_plot
-
-__all__ = ["check_plot", "draw", "head", "report", "share_of_target"]
+from minipaged.bench.record import import_pyplot
 
 HIT, MISS = "#2f6f9f", "#c8553d"
 
@@ -108,11 +106,7 @@ def share_of_target(result: dict[str, Any]) -> float:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw a bar for each target, and time per sequence over the batch size, as far as they were measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     bars = [result for result in record["results"] if result["target"] is not None]
     sweeps = [case for case in record["cases"] if case["row"] == "batch" and "error" not in case]

@@ -53,8 +53,8 @@ from minipaged.bench.kernel_cases_step import (
     products,
     sampler,
 )
-from minipaged.bench.kernel_report import check_plot, draw, report
-from minipaged.bench.record import check_output, steps, write_record
+from minipaged.bench.kernel_report import draw, report
+from minipaged.bench.record import check_output, check_plot, steps, write_record
 from minipaged.errors import UserError
 
 PAGING_TARGETS = {8: 10.0, 16: 2.0, 32: 2.0, 64: 2.0, 128: 2.0, 256: 2.0}

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from minipaged.bench.ladder_report import check_plot, draw, report
+from minipaged.bench.ladder_report import draw, report
 from minipaged.bench.ladder_rows import ROWS, Row, run_row
 from minipaged.bench.random_model import save_random_model
-from minipaged.bench.record import check_output, new_record, progress, write_record
+from minipaged.bench.record import check_output, check_plot, new_record, progress, write_record
 from minipaged.bench.workload import LONGEST, Request, draw_requests
 from minipaged.errors import UserError
 from minipaged.llm import LLM

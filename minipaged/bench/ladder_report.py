@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from minipaged.bench.record import check_writable
-from minipaged.errors import UserError
+from minipaged.bench.record import import_pyplot
 
 COLOURS = {
     "token_states": "#2f6f9f",
@@ -87,24 +86,9 @@ def conclusions(rows: list[dict[str, Any]]) -> list[str]:
     return [f"batching, paged: {finding}" for finding in (*gains, waste)]
 
 
-def check_plot(path: Path) -> None:
-    """Find out before a long run whether its plot can be written.
-
-    Raises:
-        UserError: The name ends in neither .svg nor .png, or its folder does not exist.
-    """
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"the plot's name must end in .svg or .png, not {path.name!r}")
-    check_writable(path)
-
-
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw a bar for each row with a cache: its slots by kind, and beside it the sequences held."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     rows = [row for row in record["rows"] if "slots" in row]
     size = (9.0, 1.6 + 0.34 * len(rows))

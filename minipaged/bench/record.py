@@ -103,6 +103,28 @@ def check_output(path: Path) -> None:
         raise UserError('the plot needs matplotlib; pip install -e ".[bench]" brings it') from None
 
 
+def check_plot(path: Path) -> None:
+    """Find out before a long run whether its plot can be written.
+
+    Raises:
+        UserError: The name ends in neither .svg nor .png, or its folder does not exist.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise UserError(f"the plot's name must end in .svg or .png, not {path.name!r}")
+    check_writable(path)
+
+
+def import_pyplot() -> Any:
+    """Return matplotlib's pyplot, made to draw into files: the same record gives the same one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "minipaged"
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def check_writable(path: Path) -> None:
     """Find out whether a file can be written, without leaving one behind.
 

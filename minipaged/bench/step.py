@@ -29,8 +29,8 @@ from minipaged.bench.gpu_timing import (
 from minipaged.bench.kernel_case import copy_rate, measured, spread
 from minipaged.bench.kernel_cases_attention import BLOCK_SIZE
 from minipaged.bench.kernel_cases_memory import copy
-from minipaged.bench.kernel_report import check_plot, head
-from minipaged.bench.record import check_output, steps, write_record
+from minipaged.bench.kernel_report import head
+from minipaged.bench.record import check_output, check_plot, import_pyplot, steps, write_record
 from minipaged.bench.step_model import QWEN3_06B, DecodeStep, Shape, StepModel
 from minipaged.errors import UserError
 
@@ -185,11 +185,7 @@ def _verdict(entry: dict[str, Any]) -> str:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the parts of each batch on each other, with marks for the whole step, its target and its bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     entries = record["batches"]
     figure, axis = pyplot.subplots(figsize=(7.2, 0.9 + 0.7 * len(entries)), layout="constrained")

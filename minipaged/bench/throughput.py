@@ -25,9 +25,9 @@ from typing import Any
 
 from minipaged.bench.gpu_timing import new_gpu_record
 from minipaged.bench.random_model import model_at
-from minipaged.bench.record import check_output, progress, write_record
+from minipaged.bench.record import check_output, check_plot, progress, write_record
 from minipaged.bench.throughput_engines import PACKAGES, check_engine, engine_version, model_for
-from minipaged.bench.throughput_report import PEERS, check_plot, draw, report, target_of
+from minipaged.bench.throughput_report import PEERS, draw, report, target_of
 from minipaged.bench.throughput_worker import Event, Job, run_process
 from minipaged.bench.throughput_workloads import (
     FULL,

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.bench.kernel_report import head
-from minipaged.bench.ladder_report import check_plot
+from minipaged.bench.record import import_pyplot
 from minipaged.bench.throughput_workloads import HIGHER_IS_BETTER, TITLES, UNITS
-
-__all__ = ["PEERS", "check_plot", "draw", "report", "target_of"]
 
 QWEN, LLAMA = "qwen3-0.6b-random", "llama-3.1-8b-random"
 
@@ -144,11 +142,7 @@ def _conclusion(rows: list[dict[str, Any]]) -> list[str]:
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Draw the medians of each workload as bars, each run as a dot, and the target as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "minipaged"  # the same record gives the same file
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
 
     names = [name for name in TITLES if any(row["workload"] == name for row in record["rows"])]
     figure, axes = pyplot.subplots(
