@@ -80,9 +80,7 @@ class FusedModel:
     ) -> Float[Tensor, "T H D"]:
         """Norm and turn the heads, write keys and values, and return the queries."""
         config = self.model.config
-        has_norms = layer.q_norm is not None and layer.k_norm is not None
-        q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_norms else (None, None)
-        norms, (k_pool, v_pool) = (q_norm, k_norm, config.rms_norm_eps), kv[i]
+        norms, (k_pool, v_pool) = (layer.q_norm, layer.k_norm, config.rms_norm_eps), kv[i]
         tier, num_heads = self.model.tier, config.num_heads
         return norm_rotate_write(qkv, *norms, cos, sin, k_pool, v_pool, rows.slots, num_heads=num_heads, tier=tier)
 

@@ -164,7 +164,6 @@ class OverlappingEngine(BatchingEngine):
         outputs = self._land()
         is_alive = [chunk.group.is_running and not chunk.member.is_gone for chunk in sampled]
         living = [chunk for chunk, alive in zip(sampled, is_alive, strict=True) if alive]
-        self._tokens, self._parents = [], {}
         if living:
             if len(living) < len(sampled):
                 logits = logits[self.tensor([row for row, alive in enumerate(is_alive) if alive])]
