@@ -8,11 +8,14 @@ or refused; it never turns silently into the other.
 
     with use(paged_attention=my_paged_attention):
         llm.generate("The capital of France is")
+
+`parts` says which parts there are and what each must do.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal
 
@@ -33,6 +36,19 @@ def declare_part(name: str, contract: str) -> None:
     _parts[name] = contract
 
 
+def parts() -> dict[str, str]:
+    """Return the name of every part that `use` can replace, with one line on what takes its place must do.
+
+    Modules declare their parts when they are imported; ``from minipaged import LLM`` imports all rungs.
+
+    Example:
+        >>> import minipaged.llm
+        >>> parts()["choose_victim"]
+        '(groups) -> Group; picks who is sent away, of groups in the order of their turn'
+    """
+    return dict(sorted(_parts.items()))
+
+
 def replacement(name: str) -> Callable[..., Any] | None:
     """Return what `use` has put in the place of ``name``, or None."""
     return _replacements.get().get(name)
@@ -45,18 +61,29 @@ def use(**parts: Callable[..., Any]) -> Iterator[None]:
     An operation's replacement gets the operation's arguments without ``tier``. Uses nest; the innermost wins. A class
     such as ``ref_counted_block_pool`` is read when an `LLM` is made, so the `LLM` must be made inside.
 
+    A part is asked for only where the rung has it: ``block_pool`` is rung ``paged``'s, and on rung ``sharing`` the
+    same place is ``ref_counted_block_pool``. Elsewhere a replacement changes nothing and nobody complains; to see
+    whether yours is called, let it count its calls or print.
+
     Raises:
-        UserError: A name is not a part. The message says which parts there are, and what each must do.
+        UserError: A name is not a part, or what shall take its place cannot be called.
     """
-    for name in parts:
+    for name, part in parts.items():
         if name not in _parts:
-            known = "; ".join(f"{part} {contract}" for part, contract in sorted(_parts.items()))
-            raise UserError(f"no part is called {name!r}; the parts are {known}")
+            raise UserError(_unknown_part(name))
+        if not callable(part):
+            raise UserError(f"the part {name!r} must be a function or a class, not {part!r}")
     token = _replacements.set({**_replacements.get(), **parts})
     try:
         yield
     finally:
         _replacements.reset(token)
+
+
+def _unknown_part(name: str) -> str:
+    close = get_close_matches(name, _parts, n=1)
+    hint = f", perhaps you mean {close[0]}" if close else ""
+    return f"no part is called {name!r}{hint}; the parts are {', '.join(sorted(_parts))}"
 
 
 def check_tier(tier: str | None) -> None:

@@ -6,7 +6,7 @@ import torch
 from minipaged import UserError, use
 from minipaged.cases import AttentionCase, make_paged_inputs
 from minipaged.paged.ops import paged_attention
-from minipaged.tiers import replacement, run_op
+from minipaged.tiers import parts, replacement, run_op
 
 
 def test_use_replaces_an_operation_inside_and_nowhere_else():
@@ -31,10 +31,35 @@ def test_uses_nest_and_the_innermost_wins():
     assert replacement("block_pool") is None
 
 
-def test_an_unknown_part_is_refused_with_the_names_there_are():
-    message = r"no part is called 'paged_atention'; the parts are .*paged_attention"
-    with pytest.raises(UserError, match=message), use(paged_atention=print):
+def test_an_unknown_part_is_refused_with_the_closest_name_and_all_names_but_no_contracts():
+    with pytest.raises(UserError) as refusal, use(paged_atention=print):
         pass
+    message = str(refusal.value)
+    assert message.startswith("no part is called 'paged_atention', perhaps you mean paged_attention; the parts are ")
+    assert message.endswith(", ".join(parts()))
+    assert "->" not in message
+
+
+def test_a_name_that_is_close_to_none_is_refused_without_a_guess():
+    with pytest.raises(UserError, match=r"^no part is called 'soup'; the parts are "), use(soup=print):
+        pass
+
+
+@pytest.mark.parametrize("value", [None, 3, "paged_attention", []])
+def test_something_that_cannot_be_called_is_refused_by_the_name_of_its_part(value):
+    with pytest.raises(UserError) as refusal, use(block_pool=value):
+        pass
+    assert str(refusal.value) == f"the part 'block_pool' must be a function or a class, not {value!r}"
+    assert replacement("block_pool") is None
+
+
+def test_the_parts_are_listed_with_one_line_on_each_and_the_list_is_a_copy():
+    known = parts()
+    assert list(known) == sorted(known)
+    assert known["prepare_write"].startswith("(cache, seq_id) -> None")
+    assert all(contract and "\n" not in contract for contract in known.values())
+    known.clear()
+    assert parts()
 
 
 def test_a_tier_that_does_not_exist_is_refused():

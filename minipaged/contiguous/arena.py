@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from minipaged.contiguous.buddy import BuddyAllocator
 from minipaged.errors import AccountingError, UserError
+from minipaged.tiers import replacement
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Arena:
             raise UserError(f"reservation must be one of {', '.join(RESERVATIONS)}, not {reservation!r}")
         self.num_slots = num_slots
         self.reservation = reservation
-        self.buddy = BuddyAllocator(num_slots)
+        self.buddy = (replacement("allocator") or BuddyAllocator)(num_slots)
         largest_range = 1 << (num_slots.bit_length() - 1)  # that is all one sequence can get
         self.limit = min(max_model_len, largest_range)
         self.ranges: dict[int, Reservation] = {}
@@ -129,6 +130,12 @@ class Arena:
         if start is None:
             raise AccountingError(f"no range of {wanted} slots is free in the arena of {self.num_slots}")
         length = self.buddy.allocated[start]
+        if length < wanted or start % length or start + length > self.num_slots:
+            self.buddy.free(start)
+            raise AccountingError(
+                f"the allocator gave slots {start} to {start + length - 1} for {wanted}; a range must be as long, lie "
+                "in the arena, and begin at a multiple of its length, since attention reads ranges of one size as rows"
+            )
         self.ranges[seq_id] = Reservation(start, length, wanted, num_prompt_tokens, num_prompt_tokens)
         return start
 

@@ -1,5 +1,13 @@
 """A buddy allocator: ranges whose sizes are powers of two, each at a multiple of its size."""
 
+from minipaged.tiers import declare_part
+
+declare_part(
+    "allocator",
+    "class with the methods of BuddyAllocator and its ``allocated``, each range at a multiple of its size; "
+    "read when an LLM with a contiguous cache is made",
+)
+
 
 class BuddyAllocator:
     """Hand out ranges of slots.

@@ -11,6 +11,7 @@ from minipaged.prefix.caching_pool import CachingBlockPool
 from minipaged.prefix.eviction import EvictionPolicy
 from minipaged.prefix.index import Match, PrefixIndex
 from minipaged.prefix.walk import Coming, PrefixSwapped, Walk
+from minipaged.tiers import replacement
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class PrefixCache(BatchingCache):
 
     def make_pool(self, num_blocks: int, block_size: int) -> CachingBlockPool:
         """Make a pool that remembers. A part that only counts references cannot take its place."""
-        return CachingBlockPool(num_blocks, block_size, self.policy, self.index.forget)
+        make = replacement("caching_block_pool") or CachingBlockPool
+        return make(num_blocks, block_size, self.policy, self.index.forget)
 
     # -- who enters
 

@@ -5,6 +5,11 @@ from collections.abc import Callable, Iterable
 from minipaged.errors import AccountingError
 from minipaged.prefix.eviction import EvictionPolicy
 from minipaged.sharing.ref_pool import RefCountedBlockPool
+from minipaged.tiers import declare_part
+
+declare_part(
+    "caching_block_pool", "class with the methods of CachingBlockPool; read when an LLM with a prefix cache is made"
+)
 
 
 class CachingBlockPool(RefCountedBlockPool):
