@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 
+from minipaged.batching.cache import BatchingCache, Room
 from minipaged.contiguous.arena import Arena
 from minipaged.paged.block_pool import BlockPool
 from minipaged.paged.block_table import BlockTable
@@ -18,22 +19,32 @@ from minipaged.viz import (
     FREE_GREY,
     HUES,
     PREFILL_COLOR,
+    WASTE_COLOR,
     ArenaView,
     PoolView,
     RangeView,
     TableView,
+    TimelineView,
+    WasteView,
     draw_arena,
     draw_arena_svg,
     draw_block_table,
     draw_block_table_svg,
     draw_block_tables,
+    draw_index_svg,
     draw_pool,
     draw_pool_svg,
+    draw_tile_walk_svg,
+    draw_timeline_svg,
     draw_view,
+    draw_waste_svg,
     hue,
     view_cache,
+    view_index,
     view_pool,
+    view_tile_walk,
 )
+from minipaged.viz.timeline import Cell, TimelineRow
 
 SHARED = PoolView(6, 4, (TableView(0, (3, 1), 6), TableView(1, (3, 4), 8)), frozenset({0, 2, 5}))
 """Two sequences over one first block."""
@@ -286,8 +297,26 @@ def test_the_palette_keeps_its_colours_apart() -> None:
         channels = [(int(first[i : i + 2], 16), int(second[i : i + 2], 16)) for i in (1, 3, 5)]
         return max(abs(a - b) for a, b in channels)
 
-    palette = [*HUES, FREE_GREY, PREFILL_COLOR, DECODE_COLOR]
+    palette = [*HUES, FREE_GREY, PREFILL_COLOR, DECODE_COLOR, WASTE_COLOR]
     assert all(distance(a, b) > 40 for a, b in combinations(palette, 2))
+
+
+TIMELINE = TimelineView(
+    tuple(
+        TimelineRow(i, None, (*[Cell("wait")] * i, Cell("prefill", 10**i), *[Cell("swapped")] * (99 - i), Cell("idle")))
+        for i in range(6)
+    )
+)
+WASTE = WasteView(10_000, 3, 4000, 5, 700, 70)
+WALKED = TableView(1, tuple(range(3000, 2800, -1)), 3190)
+
+
+def deep_chain() -> HashChain:
+    chain = HashChain("model", 4)
+    place = chain.root("")
+    for block_id in range(30):
+        place, _ = chain.insert(place, [10**6 + block_id] * 4, block_id)
+    return chain
 
 
 SVGS = {
@@ -296,6 +325,10 @@ SVGS = {
     "table": lambda: draw_block_table_svg(SHARED.tables[0], 4, ["<s>", "&", "\n", "日本", " 'x'", '"']),
     "long-table": lambda: draw_block_table_svg(TableView(0, tuple(range(500)), 2000), 4),
     "arena": lambda: draw_arena_svg(ArenaView(100, (RangeView(0, 10, 60, 50, 5), RangeView(1, 70, 30, 30, 0))), rows=3),
+    "timeline": lambda: draw_timeline_svg(TIMELINE),
+    "waste": lambda: draw_waste_svg({"a long name & more": WASTE, "b": WASTE}),
+    "tile-walk": lambda: draw_tile_walk_svg(view_tile_walk(WALKED, 16, 64, 70)),
+    "index": lambda: draw_index_svg(view_index(deep_chain())),
 }
 
 
@@ -308,6 +341,61 @@ def test_svg_is_well_formed_small_and_the_same_each_time(name: str) -> None:
     assert len(picture) < 60_000
     for node in document.getElementsByTagName("rect"):
         assert node.getAttribute("width") == "100%" or float(node.getAttribute("width")) >= 0
+
+
+NARROW = {
+    "pool": lambda width: draw_pool_svg(SHARED, width),
+    "large-pool": lambda width: draw_pool_svg(PoolView(9000, 16, (TableView(3, (7, 8), 30),), frozenset()), width),
+    "table": lambda width: draw_block_table_svg(SHARED.tables[0], 4, ["<s>", "&"], width),
+    "arena": lambda width: draw_arena_svg(ArenaView(100, (RangeView(0, 10, 60, 50, 5),)), width),
+    "timeline": lambda width: draw_timeline_svg(TIMELINE, width),
+    "waste": lambda width: draw_waste_svg({"max": WASTE, "paged": WASTE}, width),
+    "tile-walk": lambda width: draw_tile_walk_svg(view_tile_walk(WALKED, 16, 64, 7), width),
+    "index": lambda width: draw_index_svg(view_index(deep_chain()), width),
+}
+
+
+def extent(node: xml.dom.minidom.Element) -> tuple[float, float]:
+    """Return where a shape or a text begins and ends from left to right."""
+    if node.tagName == "path":
+        xs = [float(point.split()[0]) for point in node.getAttribute("d").replace("L", "M").split("M")[1:]]
+        return min(xs), max(xs)
+    x = float(node.getAttribute("x"))
+    if node.tagName == "rect":
+        return x, x + float(node.getAttribute("width"))
+    length = 6.6 * len(node.firstChild.nodeValue)  # 0.6 of the size of the font
+    left = x - {"start": 0, "middle": length / 2, "end": length}[node.getAttribute("text-anchor")]
+    return left, left + length
+
+
+@pytest.mark.parametrize("width", [300, 480, 720])
+@pytest.mark.parametrize("name", NARROW)
+def test_no_picture_reaches_beyond_the_width_that_was_asked_for(name: str, width: int) -> None:
+    document = xml.dom.minidom.parseString(NARROW[name](width)).documentElement
+    assert document.getAttribute("width") == str(width)
+    height = float(document.getAttribute("height"))
+    ground, *shapes = [node for node in document.childNodes if node.tagName in ("rect", "text", "path")]
+    assert (ground.getAttribute("width"), ground.getAttribute("fill")) == ("100%", "#FFFFFF"), "for dark pages"
+    for node in shapes:
+        left, right = extent(node)
+        assert left >= -0.5 and right <= width + 0.5, node.toxml()
+        assert float(node.getAttribute("y") or 0) <= height, node.toxml()
+
+
+def test_a_title_that_does_not_fit_is_cut_but_still_said_in_full() -> None:
+    picture = draw_arena_svg(ArenaView(100_000, ()), width=200)
+    document = xml.dom.minidom.parseString(picture)
+    assert document.getElementsByTagName("title")[0].firstChild.nodeValue.startswith("arena: 100000 slots, 0 reserved,")
+    assert document.getElementsByTagName("text")[0].firstChild.nodeValue.endswith("...")
+
+
+def test_a_block_that_a_window_has_given_back_is_not_shown_as_the_sequences() -> None:
+    cache = BatchingCache(num_blocks=6, block_size=4, window=4)
+    cache.allocate(Room([0], [12], 0, 1))
+    cache.note_computed(0, 12, [1] * 12)
+    view = view_cache(cache)
+    assert view.tables == (TableView(0, (0, 1, 2), 12, num_released=2),)
+    assert marks(draw_pool(view, max_rows=1, width=20)) == "..A..."
 
 
 def test_shared_blocks_are_hatched_in_svg_and_others_are_not() -> None:

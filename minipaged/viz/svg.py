@@ -1,89 +1,24 @@
-"""The drawings of ``minipaged.viz`` as SVG, for notebooks and docs.
+"""Drawings of the memory as SVG, for notebooks and docs.
 
 Same views, same hues: one per sequence, grey = free, hatched = shared, pale = taken but empty. Each function
 returns an `Svg`, a string that a notebook shows as a picture. Equal views give equal strings.
 """
 
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
 
-from minipaged.viz.views import FREE_GREY, ArenaView, Holders, PoolView, RangeView, TableView, hue, letter
+from minipaged.viz.canvas import Canvas, Svg, legend, slot_bar
+from minipaged.viz.views import CACHED_COLOR, FREE_GREY, ArenaView, Holders, PoolView, RangeView, TableView, hue, letter
 
-_FONT = 'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11"'
-_INK = "#333333"
-_INK_ON_HALO = f'fill="{_INK}" stroke="#FFFFFF" stroke-width="3" paint-order="stroke" xml:space="preserve"'
 _UNOWNED = "#FFFFFF"
-_CACHED = "#C9D8C5"
 
 
-class Svg(str):
-    """A picture's source that Jupyter shows as the picture."""
-
-    def _repr_svg_(self) -> str:
-        return str(self)
-
-
-class _Canvas:
-    """Collects shapes, the hatch patterns they need, and the picture's size."""
-
-    def __init__(self, width: int, title: str) -> None:
-        self.width, self.height, self.title = width, 0, title
-        self._shapes: list[str] = []
-        self._patterns: dict[str, str] = {}
-        self.text(8, 16, title)
-
-    def rect(self, x: float, y: float, width: float, height: float, fill: str, opacity: float = 1.0) -> None:
-        faded = "" if opacity == 1.0 else f' fill-opacity="{opacity:g}"'
-        self._shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{faded}/>')
-
-    def frame(self, x: float, y: float, width: float, height: float) -> None:
-        self._shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="none" stroke="{_INK}"/>'
-        )
-
-    def text(self, x: float, y: float, text: str, anchor: str = "start") -> None:
-        self._shapes.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" {_INK_ON_HALO}>{escape(text)}</text>')
-
-    def hatch(self, first: str, second: str) -> str:
-        """Return a fill of slanted stripes in two colours. Its name is made of them, so equal names look equal."""
-        name = f"hatch-{first[1:]}-{second[1:]}"
-        self._patterns[name] = (
-            f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-            f'<rect width="6" height="6" fill="{first}"/><rect width="3" height="6" fill="{second}"/></pattern>'
-        )
-        return f"url(#{name})"
-
-    def finish(self, height: float) -> Svg:
-        defs = "".join(self._patterns[name] for name in sorted(self._patterns))
-        return Svg(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {height:g}" width="{self.width:g}" '
-            f'height="{height:g}" role="img" {_FONT}><title>{escape(self.title)}</title><defs>{defs}</defs>'
-            f'<rect width="100%" height="100%" fill="#FFFFFF"/>{"".join(self._shapes)}</svg>'
-        )
-
-
-def _legend(canvas: _Canvas, y: float, seq_ids: Sequence[int], others: Sequence[tuple[str, str]]) -> float:
-    """Draw the swatches, wrapped to the picture's width; return the height reached."""
-    named = [(hue(seq_id), f"{letter(seq_id)} = sequence {seq_id}") for seq_id in list(dict.fromkeys(seq_ids))[:8]]
-    x = 8.0
-    for fill, note in [*named, *others]:
-        needed = 26 + 7 * len(note)
-        if x > 8 and x + needed > canvas.width:
-            x, y = 8.0, y + 18
-        canvas.rect(x, y, 12, 12, fill)
-        canvas.frame(x, y, 12, 12)
-        canvas.text(x + 17, y + 10, note)
-        x += needed
-    return y + 20
-
-
-def _block_fill(canvas: _Canvas, view: PoolView, block_id: int, holders: Holders) -> str:
+def _block_fill(canvas: Canvas, view: PoolView, block_id: int, holders: Holders) -> str:
     """Return a block's colour: its sequence's, two colours hatched where tables share it, grey where it is free."""
     held = holders.get(block_id)
     if held is None:
         if block_id in view.cached_ids:
-            return _CACHED
+            return CACHED_COLOR
         return FREE_GREY if block_id in view.free_ids else _UNOWNED
     first, *others = [hue(table.seq_id) for table, _ in held]
     if not others:
@@ -108,21 +43,21 @@ def draw_pool_svg(view: PoolView, width: int = 720) -> Svg:
     """
     num_used = view.num_blocks - len(view.free_ids)
     title = f"pool: {view.num_blocks} blocks of {view.block_size} slots, {num_used} used"
-    canvas = _Canvas(width, title)
+    canvas = Canvas(width, title)
     holders = view.holders()
     draw_blocks = _large_blocks if view.num_blocks <= 64 else _small_blocks
     y = draw_blocks(canvas, view, holders)
     notes = [(FREE_GREY, "free")]
     if view.cached_ids:
-        notes.append((_CACHED, "free, content cached"))
+        notes.append((CACHED_COLOR, "free, content cached"))
     if any(len(held) > 1 for held in holders.values()):
         notes.append((canvas.hatch("#777777", "#FFFFFF"), "hatched = shared"))
     if len(holders.keys() | view.free_ids) < view.num_blocks:
         notes.append((_UNOWNED, "in use, in no table"))
-    return canvas.finish(_legend(canvas, y + 8, [table.seq_id for table in view.tables], notes))
+    return canvas.finish(legend(canvas, y + 8, [table.seq_id for table in view.tables], notes))
 
 
-def _large_blocks(canvas: _Canvas, view: PoolView, holders: Holders) -> float:
+def _large_blocks(canvas: Canvas, view: PoolView, holders: Holders) -> float:
     """Draw each block as a bar of slots over its id; return the height reached."""
     bar_width, bar_height, step_x, step_y = 64, 18, 72, 40
     columns = max(1, (canvas.width - 8) // step_x)
@@ -130,25 +65,12 @@ def _large_blocks(canvas: _Canvas, view: PoolView, holders: Holders) -> float:
         x, y = 8 + block_id % columns * step_x, 26 + block_id // columns * step_y
         fill = _block_fill(canvas, view, block_id, holders)
         filled = _filled(block_id, holders, view.block_size)
-        _slot_bar(canvas, (x, y, bar_width, bar_height), fill, filled, view.block_size)
+        slot_bar(canvas, (x, y, bar_width, bar_height), fill, filled, view.block_size)
         canvas.text(x + bar_width / 2, y + bar_height + 11, str(block_id), "middle")
     return 26 + -(-view.num_blocks // columns) * step_y - 6
 
 
-def _slot_bar(canvas: _Canvas, box: tuple[float, float, float, float], fill: str, filled: int, block_size: int) -> None:
-    """Draw one block: the part with tokens full, the empty part pale, lines between slots while they are few."""
-    x, y, width, height = box
-    used = width * filled / block_size
-    if used:
-        canvas.rect(x, y, used, height, fill)
-    if used < width:
-        canvas.rect(x + used, y, width - used, height, fill, opacity=0.25)
-    for slot in range(1, block_size if block_size <= 16 else 0):
-        canvas.rect(x + width * slot / block_size - 0.5, y, 1, height, "#FFFFFF")
-    canvas.frame(x, y, width, height)
-
-
-def _small_blocks(canvas: _Canvas, view: PoolView, holders: Holders) -> float:
+def _small_blocks(canvas: Canvas, view: PoolView, holders: Holders) -> float:
     """Draw a square for each block and return the height reached.
 
     Neighbours that look the same are one shape under a grid of white lines: a pool of thousands stays a small file.
@@ -171,7 +93,7 @@ def _small_blocks(canvas: _Canvas, view: PoolView, holders: Holders) -> float:
     return bottom
 
 
-def _look(canvas: _Canvas, view: PoolView, block_id: int, holders: Holders) -> tuple[str, float]:
+def _look(canvas: Canvas, view: PoolView, block_id: int, holders: Holders) -> tuple[str, float]:
     """Return fill and opacity of a small square: a block with empty slots is paler."""
     is_full = _filled(block_id, holders, view.block_size) == view.block_size
     return _block_fill(canvas, view, block_id, holders), 1.0 if is_full else 0.5
@@ -196,7 +118,7 @@ def draw_block_table_svg(
     """
     num_blocks = len(table.block_ids)
     title = f"block table of {letter(table.seq_id)}: {table.num_tokens} tokens in {num_blocks} blocks"
-    canvas = _Canvas(width, title)
+    canvas = Canvas(width, title)
     for x, name, anchor in ((48, "index", "end"), (108, "block", "end"), (124, "slots", "start")):
         canvas.text(x, 38, name, anchor)
     bar_width = min(width - 132, block_size * (20 if token_texts is None else 80))
@@ -204,7 +126,7 @@ def draw_block_table_svg(
         y, filled = 44 + index * 24, table.filled(index, block_size)
         canvas.text(48, y + 13, str(index), "end")
         canvas.text(108, y + 13, str(block_id), "end")
-        _slot_bar(canvas, (124, y, bar_width, 18), hue(table.seq_id), filled, block_size)
+        slot_bar(canvas, (124, y, bar_width, 18), hue(table.seq_id), filled, block_size)
         texts = (token_texts or ())[index * block_size : index * block_size + filled]
         for slot, text in enumerate(texts):
             shown = repr(text)[1:-1][: max(1, int(bar_width / block_size) // 7)]
@@ -225,7 +147,7 @@ def draw_arena_svg(view: ArenaView, width: int = 720, rows: int = 1) -> Svg:
         1
     """
     num_reserved, num_tokens = sum(own.num_reserved for own in view.ranges), sum(own.num_tokens for own in view.ranges)
-    canvas = _Canvas(width, f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens")
+    canvas = Canvas(width, f"arena: {view.num_slots} slots, {num_reserved} reserved, {num_tokens} hold tokens")
     row_slots = -(-view.num_slots // rows)
     for row in range(rows):
         slots = range(row * row_slots, min(view.num_slots, (row + 1) * row_slots))
@@ -236,10 +158,10 @@ def draw_arena_svg(view: ArenaView, width: int = 720, rows: int = 1) -> Svg:
     notes = [(FREE_GREY, "free")]
     if any(own.length > own.num_reserved for own in view.ranges):
         notes.append(("#FFFFFF", "lost to rounding"))
-    return canvas.finish(_legend(canvas, 30 + rows * 28, [own.seq_id for own in view.ranges], notes))
+    return canvas.finish(legend(canvas, 30 + rows * 28, [own.seq_id for own in view.ranges], notes))
 
 
-def _arena_range(canvas: _Canvas, box: tuple[float, float, float, float], slots: range, own: RangeView) -> None:
+def _arena_range(canvas: Canvas, box: tuple[float, float, float, float], slots: range, own: RangeView) -> None:
     """Draw what a row of ``slots`` holds of one range."""
     color = hue(own.seq_id)
     filled, reserved, end = (own.start + count for count in (own.num_tokens, own.num_reserved, own.length))
@@ -251,7 +173,7 @@ def _arena_range(canvas: _Canvas, box: tuple[float, float, float, float], slots:
 
 
 def _band(
-    canvas: _Canvas,
+    canvas: Canvas,
     box: tuple[float, float, float, float],
     slots: range,
     part: range,

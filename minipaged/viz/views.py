@@ -9,10 +9,16 @@ HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 FREE_GREY = "#BDBDBD"
 
+CACHED_COLOR = "#C9D8C5"
+"""Free, but the content can be found again."""
+
 PREFILL_COLOR = "#332288"
 """Prefill and decode have these two colours in every figure; no sequence has them."""
 
 DECODE_COLOR = "#DDCC77"
+
+WASTE_COLOR = "#882255"
+"""Slots that are taken and that nobody will ever use."""
 
 
 def hue(seq_id: int) -> str:
@@ -27,11 +33,12 @@ def letter(seq_id: int) -> str:
 
 @dataclass(frozen=True)
 class TableView:
-    """One sequence's block table."""
+    """One sequence's block table. Its first ``num_released`` blocks were given back, and may be somebody else's."""
 
     seq_id: int
     block_ids: tuple[int, ...]
     num_tokens: int
+    num_released: int = 0
 
     def filled(self, index: int, block_size: int) -> int:
         """Return how many slots of the table's block ``index`` hold a token."""
@@ -66,7 +73,7 @@ class PoolView:
         """Return who holds which block."""
         holders: Holders = {}
         for table in self.tables:
-            for index, block_id in enumerate(table.block_ids):
+            for index, block_id in list(enumerate(table.block_ids))[table.num_released :]:
                 holders.setdefault(block_id, []).append((table, table.filled(index, self.block_size)))
         return holders
 
@@ -129,7 +136,10 @@ def view_pool(pool: _Pool, tables: Mapping[int, _Table]) -> PoolView:
     return PoolView(
         num_blocks=pool.num_blocks,
         block_size=pool.block_size,
-        tables=tuple(TableView(seq_id, tuple(table.block_ids), table.num_tokens) for seq_id, table in tables.items()),
+        tables=tuple(
+            TableView(seq_id, tuple(table.block_ids), table.num_tokens, getattr(table, "num_released", 0))
+            for seq_id, table in tables.items()
+        ),
         free_ids=free_ids | cached_ids,
         cached_ids=cached_ids,
     )
