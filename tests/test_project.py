@@ -43,7 +43,7 @@ LADDER = [
         "viz",
         "__init__",
     ],
-    ["chat", "bench", "lab", "server", "compile_gate"],
+    ["chat", "bench", "lab", "server", "lessons", "compile_gate"],
 ]
 HEIGHT = {name: height for height, names in enumerate(LADDER) for name in names}
 

@@ -6,12 +6,18 @@ Time to the first prompt, from the start of the process, with a converted model:
 """
 
 import argparse
+import io
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from minipaged.chat.interrupts import INTERRUPTED, as_usual, leave_at_once
 from minipaged.cli import FAILURE, OneSentenceParser
 from minipaged.errors import UserError
+
+if TYPE_CHECKING:
+    from minipaged.chat.screen import PlainScreen
+    from minipaged.chat.session import ChatSession
 
 SWITCHES = {
     "fused": "packed weights and fused kernels",
@@ -61,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     leave_at_once()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a console may lack an answer's characters
+        if isinstance(stream, io.TextIOWrapper):  # what a notebook has in its place can write everything
+            stream.reconfigure(errors="replace")  # a console may lack an answer's characters
     try:
         if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():
             if options.fork is not None:
@@ -94,6 +101,11 @@ def _answer_once(options: argparse.Namespace) -> int:
         raise UserError("there is nothing to answer: the prompt is empty")
     session, screen = load_session(options), make_screen()
     as_usual()
+    return show(session, screen, text, options)
+
+
+def show(session: "ChatSession", screen: "PlainScreen", text: str, options: argparse.Namespace) -> int:
+    """Answer one message, or fork it as the options say; return the exit code. An error comes through."""
     if options.fork is None:
         screen.show_answer(session, text, options.show_blocks)
     else:

@@ -37,9 +37,13 @@ def cleaning_up() -> Iterator[None]:
             leave_at_once()
 
 
+def can_set_handlers() -> bool:
+    """Return whether this thread may say what a signal does; only the main thread may."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def _is_handled_by(handler: object) -> bool:
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
-    return is_main and signal.getsignal(signal.SIGINT) is handler
+    return can_set_handlers() and signal.getsignal(signal.SIGINT) is handler
 
 
 def _leave(signum: int, frame: object) -> None:

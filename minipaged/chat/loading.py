@@ -3,6 +3,7 @@
 import argparse
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,14 @@ def load_session(options: argparse.Namespace) -> "ChatSession":
     Raises:
         UserError: An option is out of range, or the model cannot be had or cannot chat.
     """
+    session = begin_session(options, load_llm)
+    # A model without a template: say so now.
+    session.llm.chat_prompt([*session.messages, {"role": "user", "content": "Hello"}])
+    return session
+
+
+def begin_session(options: argparse.Namespace, load: Callable[..., "LLM"]) -> "ChatSession":
+    """Begin a conversation with the model that ``load`` returns for the options and their rung."""
     from minipaged import SamplingParams
     from minipaged.chat.session import ChatSession, check_fork
     from minipaged.llm import check_rung
@@ -30,17 +39,19 @@ def load_session(options: argparse.Namespace) -> "ChatSession":
     params = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, seed=options.seed, max_tokens=options.max_tokens
     )
-    llm = load_llm(options, options.rung)
+    llm = load(options, options.rung)
     advice = llm.engine.options.generation_config
     if params.temperature is None and advice.get("temperature") is None and not advice.get("do_sample"):
         params = replace(params, temperature=0)  # nobody asked for chance
-    session = ChatSession(llm, params, options.system)
-    llm.chat_prompt([*session.messages, {"role": "user", "content": "Hello"}])  # a model without a template: say so now
-    return session
+    return ChatSession(llm, params, options.system)
 
 
-def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
-    """Load the model on a rung, with a cache for one conversation of full length unless the options say otherwise."""
+def load_llm(options: argparse.Namespace, rung: str | None, needs_text: bool = True) -> "LLM":
+    """Load the model on a rung, with a cache for one conversation of full length unless the options say otherwise.
+
+    Raises:
+        UserError: An option is out of range, or the model cannot be had, or it has no tokenizer and ``needs_text``.
+    """
     from minipaged.errors import UserError
     from minipaged.foundation.random_weights import is_random
     from minipaged.foundation.weights import resolve_model
@@ -49,7 +60,7 @@ def load_llm(options: argparse.Namespace, rung: str | None) -> "LLM":
     rung = check_rung(rung)
     with Progress(sys.stderr) as progress, cleaning_up():
         folder = resolve_model(options.model, options.revision, progress)
-    if is_random(folder):  # said before gigabytes of weights are drawn
+    if needs_text and is_random(folder):  # said before gigabytes of weights are drawn
         raise UserError(f"{options.model} has random weights and no tokenizer, so it cannot chat; benches can run it")
     num_blocks = options.num_blocks
     if num_blocks is None and rung != "foundation":

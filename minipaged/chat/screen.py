@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 from minipaged.chat.answers import Answer, Memory, fork_line
+from minipaged.chat.interrupts import can_set_handlers
 from minipaged.chat.session import ChatSession
 from minipaged.viz.drawing import Drawing
 from minipaged.viz.text import draw_view
@@ -239,6 +240,9 @@ def stop_on_ctrl_c(session: ChatSession) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         session.stop()
 
+    if not can_set_handlers():
+        yield
+        return
     before = signal.signal(signal.SIGINT, stop)
     try:
         yield

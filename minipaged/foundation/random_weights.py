@@ -2,6 +2,9 @@
 
 Their ``config.json`` files come with this package, as folders that hold nothing else. Weights are made where they are
 used and in the dtype they are used in, so that a start takes as long as the GPU needs to draw the numbers.
+
+One of them, ``random``, is no real shape but a tiny one, with the vocabulary and the head groups of the default model:
+what runs on that with token ids runs on this too, where nothing can be downloaded.
 """
 
 import os
@@ -26,7 +29,7 @@ def list_random_models() -> list[str]:
 
     Example:
         >>> list_random_models()
-        ['llama-3.1-8b-random', 'qwen3-0.6b-random']
+        ['llama-3.1-8b-random', 'qwen3-0.6b-random', 'random']
     """
     return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
 
@@ -42,7 +45,7 @@ def find_random_model(name: str) -> Path | None:
         return SHAPES / name
     # Other people's models may end like this too: they are folders, or have an owner before a slash.
     if name.endswith(SUFFIX) and "/" not in name and not os.path.exists(name):
-        raise UserError(f"no model with random weights is called {name!r}; there is {' and '.join(names)}")
+        raise UserError(f"no model with random weights is called {name!r}; there is {', '.join(names)}")
     return None
 
 

@@ -49,8 +49,16 @@ def test_the_shapes_are_those_of_the_real_models():
     assert qwen.tie_word_embeddings
 
 
+def test_the_tiny_shape_takes_the_token_ids_of_the_default_model_and_groups_heads_as_it_does(smollm2_folder: Path):
+    tiny, _ = load_config(resolve_model("random"))
+    default, _ = load_config(smollm2_folder)
+    assert num_weights("random") < 10_000_000
+    assert (tiny.vocab_size, tiny.max_model_len) == (default.vocab_size, default.max_model_len)
+    assert tiny.num_heads // tiny.num_kv_heads == default.num_heads // default.num_kv_heads == 3
+
+
 def test_an_unknown_shape_is_refused_with_the_names_of_those_that_there_are():
-    with pytest.raises(UserError, match=r"'gpt-random'; there is llama-3\.1-8b-random and qwen3-0\.6b-random"):
+    with pytest.raises(UserError, match=r"'gpt-random'; there is llama-3\.1-8b-random, qwen3-0\.6b-random, random"):
         LLM("gpt-random")
 
 
@@ -104,7 +112,7 @@ def test_a_model_runs_without_tokenizer_and_finds_its_prompts_again(tiny_shape: 
 def test_weights_have_an_identity_of_their_own():
     folders = [resolve_model(name) for name in list_random_models()]
     identities = {weights_identity(folder) for folder in folders}
-    assert len(identities) == len(folders) == 2
+    assert len(identities) == len(folders) == 3
 
 
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
