@@ -1,0 +1,67 @@
+"""Plausible wrong solutions of lesson 09, each with a piece of what its check says."""
+
+from typing import Any
+
+import torch
+
+from minipaged.batching.group import Group
+from minipaged.batching.plan import Plan
+from minipaged.batching.scheduler import Scheduler
+from minipaged.lessons.exercises.engine import check_attention, check_plan, check_victim
+
+
+def attend(args: Any, scale: float, is_positioned: bool, is_interleaved: bool) -> torch.Tensor:
+    """Attend as the solution does, but for the two things that can be switched off."""
+    q, k_pool, v_pool, block_tables, query_starts, seq_lens = args
+    out, group = torch.zeros_like(q), q.shape[1] // k_pool.shape[2]
+    for row, length in enumerate(seq_lens.tolist()):
+        start, end = query_starts[row : row + 2].tolist()
+        block_ids = block_tables[row, : -(-length // k_pool.shape[1])].long()
+        keys, values = (pool[block_ids].flatten(0, 1)[:length] for pool in (k_pool, v_pool))
+        if is_interleaved:
+            keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+        else:
+            keys, values = (each.repeat(1, group, 1) for each in (keys, values))
+        position = torch.arange(end - start) + (length - (end - start)) * is_positioned
+        scores = torch.einsum("thd,lhd->htl", q[start:end], keys) * scale
+        weights = scores.masked_fill(torch.arange(length) > position[:, None], float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("htl,lhd->thd", weights, values)
+    return out
+
+
+def attention_from_position_0(*args: Any, scale: float, window: int | None) -> torch.Tensor:
+    return attend(args, scale, is_positioned=False, is_interleaved=True)
+
+
+def attention_with_repeated_heads(*args: Any, scale: float, window: int | None) -> torch.Tensor:
+    return attend(args, scale, is_positioned=True, is_interleaved=False)
+
+
+def plan_of_everything(scheduler: Scheduler) -> Plan:
+    return scheduler.plan_step()
+
+
+def plan_that_forgets_the_rest_of_a_prompt(scheduler: Scheduler) -> Plan:
+    plan = Plan()
+    scheduler._admit(plan)
+    if not plan.chunks:
+        scheduler._decode(plan)
+    return plan
+
+
+def newest_victim(groups: list[Group]) -> Group:
+    return groups[-1]
+
+
+def cheapest_of_all(groups: list[Group]) -> Group:
+    return min(groups, key=lambda group: group.num_tokens_computed())
+
+
+WRONG = [
+    (check_attention, attention_from_position_0, "stands at position seq_len - n + i"),
+    (check_attention, attention_with_repeated_heads, "reads KV head h // G"),
+    (check_plan, plan_of_everything, "decode only if the plan has no chunks yet"),
+    (check_plan, plan_that_forgets_the_rest_of_a_prompt, "go on with prompts that have entered"),
+    (check_victim, newest_victim, "fewest computed tokens"),
+    (check_victim, cheapest_of_all, "it stays, unless it is alone"),
+]

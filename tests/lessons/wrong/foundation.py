@@ -1,0 +1,71 @@
+"""Plausible wrong solutions of lesson 00, each with a piece of the message that its check must give."""
+
+from typing import Any
+
+from minipaged.foundation import reference
+from minipaged.lessons.exercises import foundation as checks
+from minipaged.shapes import Tensor
+
+
+def rows_that_never_grow(num_prompt_tokens: int, num_output_tokens: int) -> int:
+    """Forget that each step has one token more."""
+    return num_prompt_tokens * num_output_tokens
+
+
+def rows_with_the_last_token(num_prompt_tokens: int, num_output_tokens: int) -> int:
+    """Count the new token in the step that chooses it."""
+    return sum(num_prompt_tokens + step for step in range(1, num_output_tokens + 1))
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Any:
+    """Take the mean away first, as another norm does."""
+    total = x if residual is None else x + residual
+    centred = total - total.mean(-1, keepdim=True)
+    normed = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    return normed if residual is None else (normed, total)
+
+
+def norm_beside_the_residual(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Any:
+    """Norm x alone and add the residual to the other result only."""
+    normed = reference.rms_norm(x, weight, eps)
+    return normed if residual is None else (normed, x + residual)
+
+
+def attend_across_sequences(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int | None
+) -> Any:
+    """Take the whole flat axis for one sequence."""
+    return reference.causal_attention(q, k, v, starts[[0, -1]], scale=scale, window=window)
+
+
+def attend_to_heads_in_turn(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int | None
+) -> Any:
+    """Let query head h read KV head h % K."""
+    group = q.shape[1] // k.shape[1]
+    return reference.causal_attention(
+        q, k.repeat(1, group, 1), v.repeat(1, group, 1), starts, scale=scale, window=window
+    )
+
+
+def intensity_of_multiplications(num_rows: int, num_in: int, num_out: int, bytes_per_number: int) -> float:
+    """Forget the additions."""
+    moved = num_rows * num_in + num_in * num_out + num_rows * num_out
+    return num_rows * num_in * num_out / (moved * bytes_per_number)
+
+
+def intensity_of_the_matrix_alone(num_rows: int, num_in: int, num_out: int, bytes_per_number: int) -> float:
+    """Forget the rows that go in and come out."""
+    return 2 * num_rows / bytes_per_number
+
+
+WRONG = [
+    (checks.check_rows, rows_that_never_grow, "a prompt of 3 tokens and an answer of 4"),
+    (checks.check_rows, rows_with_the_last_token, "a prompt of 5 tokens and an answer of 1"),
+    (checks.check_rms_norm, layer_norm, "x = [[3, 4]]"),
+    (checks.check_rms_norm, norm_beside_the_residual, "The norm is taken of the sum"),
+    (checks.check_causal_attention, attend_across_sequences, "must not see the one before it"),
+    (checks.check_causal_attention, attend_to_heads_in_turn, "Query heads 0 and 1 read KV head 0"),
+    (checks.check_intensity, intensity_of_multiplications, "a multiplication and an addition"),
+    (checks.check_intensity, intensity_of_the_matrix_alone, "1 rows, a matrix of 4 x 4"),
+]
