@@ -19,9 +19,11 @@ from minipaged.fast.graphs import DecodeGraphs, Ending, Kind
 from minipaged.fast.inputs import MAX_SHARED_GROUPS, DecodeInputs, batch_sizes
 from minipaged.fast.overlap import Flight, OverlappingEngine
 from minipaged.fast.steps import Steps
+from minipaged.fast.warm_up import kernel_calls, run_side_by_side
 from minipaged.foundation.sampler.ops import sample_tokens
 from minipaged.foundation.sampling import sampling_settings
 from minipaged.foundation.sequence import Sequence, StepOutput
+from minipaged.garbage import collector_at_rest
 from minipaged.paged.block_table import num_blocks_for
 from minipaged.prefix.generate import Engine as PrefixEngine
 from minipaged.prefix.scheduler import SharedRows
@@ -79,16 +81,12 @@ class FastEngine(OverlappingEngine):
         """Record the decode steps, so that no request waits for it."""
         if self.steps.graphs and not self._is_replaced(COMPUTED):
             endings: tuple[Ending, ...] = ("plain", "filtered") if self.steps.device_batch else ("logits",)
-            with torch.inference_mode():
-                self.graphs.record_all(tuple(map(Kind, endings)), show_progress, self._compile_filters)
-
-    def _compile_filters(self) -> None:
-        """Choose tokens with filters once, on whatever thread this is."""
-        if self.steps.device_batch:
-            num_rows, config = self.graphs.sizes[-1], self.model.config
-            with torch.inference_mode():
-                logits = torch.zeros(num_rows, config.vocab_size, dtype=self.model.dtype, device=self.model.device)
-                self._choose("filtered", logits)
+            with torch.inference_mode(), collector_at_rest():
+                if self.graphs.is_recorded:
+                    show_progress("compiling kernels")
+                    with self._at_rest():
+                        run_side_by_side(kernel_calls(self))
+                self.graphs.record_all(tuple(map(Kind, endings)), show_progress)
 
     # -- one forward pass
 
@@ -165,9 +163,9 @@ class FastEngine(OverlappingEngine):
                 self._logits = torch.empty(num_rows, logits.shape[1], dtype=logits.dtype, device=logits.device)
             self._logits[:size] = logits
             return
-        self.batch.chosen[:size] = self._choose(kind.ending, logits)
+        self.batch.chosen[:size] = self.choose_rows(kind.ending, logits)
 
-    def _choose(self, ending: Ending, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    def choose_rows(self, ending: Ending, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
         """Return a token of each row of the batch."""
         settings, size = self.batch.step_sampling, len(logits)
         filters = (settings.top_k[:size], settings.top_p[:size], settings.min_p[:size])

@@ -12,7 +12,6 @@ Without CUDA the same work runs at once, padded all the same.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
@@ -60,27 +59,11 @@ class DecodeGraphs:
         """Return the smallest size that has room."""
         return next(size for size in self.sizes if size >= num_rows)
 
-    def record_all(
-        self, kinds: tuple[Kind, ...], show_progress: Callable[[str], None], meanwhile: Callable[[], None]
-    ) -> None:
-        """Record every size, the largest first: the others then find room in its memory.
-
-        Args:
-            kinds: What to record.
-            show_progress: Gets a line now and then.
-            meanwhile: Compiles other kernels, on a thread of its own, while those of the first kind are compiled.
-                Compiling takes nearly all of the time, and hardly keeps Python busy.
-        """
+    def record_all(self, kinds: tuple[Kind, ...], show_progress: Callable[[str], None]) -> None:
+        """Record every size, the largest first: the others then find room in its memory."""
         if not self.is_recorded:
             return
-        sizes = self.sizes[::-1]
-        with ThreadPoolExecutor(1) as pool, self.at_rest():
-            other = pool.submit(meanwhile)
-            for number, size in enumerate(sizes):
-                show_progress(f"compiling decode steps: {100 * number // len(sizes)} %")
-                self._run_aside(kinds[0], size)
-            other.result()  # nothing may be compiled while something is recorded
-        todo = [(kind, size) for kind in kinds for size in sizes]
+        todo = [(kind, size) for kind in kinds for size in self.sizes[::-1]]
         for number, (kind, size) in enumerate(todo):
             show_progress(f"recording decode steps: {100 * number // len(todo)} %")
             self._record(kind, size)
@@ -98,16 +81,12 @@ class DecodeGraphs:
     def _record(self, kind: Kind, size: int) -> None:
         """Run the body once, to compile what it needs, and then record it."""
         with self.at_rest(), collector_at_rest():
-            self._run_aside(kind, size)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.body(kind, size)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 self.body(kind, size)
         self._graphs[kind, size] = graph
-
-    def _run_aside(self, kind: Kind, size: int) -> None:
-        """Run the body on another stream, as a recording does."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.body(kind, size)
-        torch.cuda.current_stream().wait_stream(stream)
