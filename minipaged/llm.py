@@ -1,6 +1,5 @@
 """The facade: a model, a rung of the ladder, and prompts in, text out."""
 
-import gc
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model, weights_identity
+from minipaged.garbage import collector_at_rest
 from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.prefix.generate import Engine as PrefixEngine
@@ -91,7 +91,7 @@ class LLM:
             ``"contiguous"``.
         max_num_seqs: Most sequences that run at a time, from rung ``batching`` up; None is 256, or
             ``max_num_batched_tokens`` where that is smaller.
-        max_num_batched_tokens: Most tokens of one step there; None is 8192.
+        max_num_batched_tokens: Most tokens of one step there; None is 16384.
         preemption: What happens there to a request that is sent away when blocks run out: ``"recompute"``,
             ``"swap"`` or ``"auto"`` (the default), which takes what is quicker. Where nothing is computed yet or
             the swap space is full, ``"swap"`` computes again too.
@@ -246,15 +246,11 @@ class LLM:
         for prompt, each in zip(ids, params, strict=True):
             self.engine.check_prompt(prompt, each)
         results: dict[int, list[Result]] = {}
-        is_frozen = gc.get_freeze_count() > 0
-        if not is_frozen:
-            # Or the collector would look through all of torch now and then, a tenth of a second each time.
-            gc.freeze()
         try:
             for prompt, each in zip(ids, params, strict=True):
                 results[self._submit(prompt, each)] = []
             num_open = len(results)
-            with progress_bar(num_open, progress) as advance:
+            with collector_at_rest(), progress_bar(num_open, progress) as advance:
                 while num_open and not self._is_over(results):
                     for output in self._take_outputs(results):
                         done = results[output.request_id]
@@ -264,8 +260,6 @@ class LLM:
                             num_open -= 1
                             advance(sum(len(result.token_ids) for result in done))
         finally:
-            if not is_frozen:
-                gc.unfreeze()
             for request_id in results:
                 self._withdraw(request_id)
         return [result for done in results.values() for result in sorted(done, key=lambda r: r.index)]

@@ -287,12 +287,12 @@ def test_more_prompts_than_the_pool_holds_all_finish(folder: Path):
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_the_collector_leaves_old_objects_alone_only_while_answers_are_generated(folder: Path, is_broken: bool):
-    llm, counts = tiny(folder), []
+def test_the_collector_rests_only_while_answers_are_generated(folder: Path, is_broken: bool):
+    llm, states = tiny(folder), []
     step = llm.engine.step
 
     def watched() -> list[Any]:
-        counts.append(gc.get_freeze_count())
+        states.append(gc.isenabled())
         if is_broken:
             raise RuntimeError("broken")
         return step()
@@ -300,7 +300,25 @@ def test_the_collector_leaves_old_objects_alone_only_while_answers_are_generated
     llm.engine.step = watched
     with pytest.raises(RuntimeError, match="broken") if is_broken else nullcontext():
         llm.generate(["Hello"], GREEDY)
-    assert min(counts) > 0 and gc.get_freeze_count() == 0
+    assert states and not any(states) and gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off(folder: Path):
+    gc.disable()
+    try:
+        tiny(folder).generate(["Hello"], GREEDY)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_steps_leave_no_cycles_behind(folder: Path, rung: str):
+    llm, counts = tiny(folder, rung=rung), []
+    for length in (4, 4, 60):
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+        counts.append(gc.collect())
+    assert counts[2] <= counts[1], "56 steps more leave nothing more for the collector"
 
 
 def test_the_waste_of_a_running_sequence_is_counted(folder: Path):

@@ -267,7 +267,9 @@ class Engine(SharingEngine):
     def compute(self, plan: Plan) -> Float[Tensor, "R V"]:
         """Run the plan's chunks through the model; return the logits of those that are sampled."""
         rows = Rows.of(plan.chunks, self.cache, self.model.device)
-        return self.model.forward(rows.token_ids, rows.positions, self.attend_rows(plan, rows), rows.logits_at)
+        return self.model.forward(
+            rows.token_ids, rows.positions, self.attend_rows(rows, self.read_rows(plan, rows)), rows.logits_at
+        )
 
     def _move_blocks(self, plan: Plan) -> None:
         """Swap and copy blocks, in the order that the plan relies on."""
@@ -278,9 +280,8 @@ class Engine(SharingEngine):
         if plan.copies:
             copy_blocks(self.kv, self.tensor(plan.copies), tier=self.model.tier)
 
-    def attend_rows(self, plan: Plan, rows: Rows) -> Attend:
-        """Write the new tokens' K and V, then attend through the block tables."""
-        read = self.read_rows(plan, rows)
+    def attend_rows(self, rows: Rows, read: Read) -> Attend:
+        """Write the new tokens' K and V, then read."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.write(layer, k, v, rows.slots)

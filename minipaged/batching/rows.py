@@ -70,6 +70,15 @@ class Rows:
             seq_lens=tensor(array("i", (chunk.stop for chunk in chunks))),
         )
 
+    def before(self, num_rows: int) -> "Rows":
+        """Return what `attend` needs of the first rows, which have one token each."""
+        return replace(
+            self,
+            block_tables=self.block_tables[:num_rows],
+            query_starts=self.query_starts[: num_rows + 1],
+            seq_lens=self.seq_lens[:num_rows],
+        )
+
     def behind(self, num_rows: int) -> "Rows":
         """Return what `attend` needs of the rows behind the first ones, which have one token each."""
         return replace(

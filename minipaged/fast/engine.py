@@ -1,26 +1,33 @@
 """The steps of speed around an engine of the ladder: what is computed stays the rung's, when and how changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from minipaged.batching.cache import BatchingCache
 from minipaged.batching.generate import Engine as BatchingEngine
+from minipaged.batching.generate import Read
 from minipaged.batching.plan import Chunk, Plan
 from minipaged.batching.rows import Rows
 from minipaged.fast.device_batch import DeviceBatch, num_outputs
 from minipaged.fast.fused import SWALLOWED, FusedModel
-from minipaged.fast.graphs import DecodeGraphs, Kind
-from minipaged.fast.inputs import DecodeInputs, batch_sizes
+from minipaged.fast.graphs import DecodeGraphs, Ending, Kind
+from minipaged.fast.inputs import MAX_SHARED_GROUPS, DecodeInputs, batch_sizes
 from minipaged.fast.overlap import Flight, OverlappingEngine
 from minipaged.fast.steps import Steps
+from minipaged.fast.warm_up import kernel_calls, run_side_by_side
 from minipaged.foundation.sampler.ops import sample_tokens
 from minipaged.foundation.sampling import sampling_settings
 from minipaged.foundation.sequence import Sequence, StepOutput
+from minipaged.garbage import collector_at_rest
 from minipaged.paged.block_table import num_blocks_for
-from minipaged.shapes import Float, Tensor
+from minipaged.prefix.generate import Engine as PrefixEngine
+from minipaged.prefix.scheduler import SharedRows
+from minipaged.shapes import Float, Int, Tensor
 from minipaged.tiers import replacement
 
 COMPUTED = (
@@ -30,12 +37,12 @@ COMPUTED = (
 )
 """Operations of a forward pass. A step runs eagerly while a reader has put something in the place of one."""
 
-MIN_SHARED_BYTES = 20 * 10**9
-"""Keys and values that rows must have in common before a decode step leaves its graph to read them once.
+MIN_SHARED_BYTES = 35 * 10**8
+"""Keys and values that rows must have in common before a decode step on a GPU reads them once.
 
-Of blocks that several rows read, most reads hit the L2 cache, which gives about 7 TB/s: 20 GB take 3 ms, and so much
-longer Python needs to launch an eager step. 64 rows of a 0.6B model that share 2,048 tokens have 15 GB in common, and
-stay in the graph.
+Of blocks that several rows read, most reads hit the L2 cache, which gives about 7 TB/s, and the sums of what is shared
+have to be written down and folded. On an H200 both ways take equally long at 3.5 GB. 64 rows of a 0.6B model that share
+2,048 tokens have 15 GB in common, and a run of them gains a fifth.
 """
 
 
@@ -62,14 +69,24 @@ class FastEngine(OverlappingEngine):
         self.batch = DeviceBatch(num_rows, width, block_size, self.model.config.vocab_size, device)
         self._logits: Float[Tensor, "B V"] | None = None
         is_recorded = self.steps.graphs and device.type == "cuda"
-        self.graphs = DecodeGraphs(self._decode, batch_sizes(num_rows), self.batch.at_rest, is_recorded)
+        self.graphs = DecodeGraphs(self._decode, batch_sizes(num_rows), self._at_rest, is_recorded)
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Let no row be anybody's, and none share anything, while a step is recorded."""
+        with self.batch.at_rest(), self.inputs.without_groups():
+            yield
 
     def warm_up(self, show_progress: Callable[[str], None]) -> None:
         """Record the decode steps, so that no request waits for it."""
         if self.steps.graphs and not self._is_replaced(COMPUTED):
-            kinds: tuple[Kind, ...] = ("plain", "filtered") if self.steps.device_batch else ("logits",)
-            with torch.inference_mode():
-                self.graphs.record_all(kinds, show_progress)
+            endings: tuple[Ending, ...] = ("plain", "filtered") if self.steps.device_batch else ("logits",)
+            with torch.inference_mode(), collector_at_rest():
+                if self.graphs.is_recorded:
+                    show_progress("compiling kernels")
+                    with self._at_rest():
+                        run_side_by_side(kernel_calls(self))
+                self.graphs.record_all(tuple(map(Kind, endings)), show_progress)
 
     # -- one forward pass
 
@@ -78,10 +95,14 @@ class FastEngine(OverlappingEngine):
         if self.steps.graphs and self.is_decode(plan):
             size = self.graphs.size_for(len(plan.chunks))
             self.inputs.fill(self._rows(plan), size)
-            self.graphs.run("logits", size)
+            self.graphs.run(self._kind("logits", plan, size), size)
             assert self._logits is not None
             return self._logits[: len(plan.chunks)]
-        return self._forward(plan, self._rows(plan))
+        return self._run_eagerly(plan)
+
+    def _run_eagerly(self, plan: Plan) -> Float[Tensor, "R V"]:
+        rows = self._rows(plan)
+        return self._forward(rows, self.read_rows(plan, rows))
 
     def _rows(self, plan: Plan) -> Rows:
         """Return the step's rows, with the tokens of the step before that the host does not know yet."""
@@ -90,21 +111,42 @@ class FastEngine(OverlappingEngine):
             return rows
         return replace(rows, token_ids=self.batch.with_chosen(rows.token_ids))
 
-    def _forward(self, plan: Plan, rows: Rows) -> Float[Tensor, "R V"]:
+    def _forward(self, rows: Rows, read: Read) -> Float[Tensor, "R V"]:
         if self.fused is None or self._is_replaced(SWALLOWED):
-            return self.model.forward(rows.token_ids, rows.positions, self.attend_rows(plan, rows), rows.logits_at)
-        return self.fused.forward(rows, self.kv, self.read_rows(plan, rows))
+            return self.model.forward(rows.token_ids, rows.positions, self.attend_rows(rows, read), rows.logits_at)
+        return self.fused.forward(rows, self.kv, read)
 
     def is_decode(self, plan: Plan) -> bool:
-        """Return whether the step is one token of each of its sequences, and nothing of it runs better eagerly."""
+        """Return whether the step is one token of each of its sequences, and no reader's function is in its way."""
         if self._is_replaced(COMPUTED):
             return False
-        shared = getattr(plan, "shared", [])
+        return all(chunk.is_sampled and chunk.stop - chunk.start == 1 for chunk in plan.chunks)
+
+    def arrange(self, plan: Plan) -> None:
+        """Sort long rows of a decode step first, or the last of them would run alone at the end of every layer.
+
+        Rows that read together stay together, at the front.
+        """
+        start = 0
+        for end in (*accumulate(rows.num_rows for rows in self._shared_rows(plan)), len(plan.chunks)):
+            plan.chunks[start:end] = sorted(plan.chunks[start:end], key=lambda chunk: -chunk.stop)
+            start = end
+
+    def _shared_rows(self, plan: Plan) -> list[SharedRows]:
+        """Return which rows at the front of a decode step read their common beginning together: none if few would."""
+        shared = getattr(plan, "shared", [])[:MAX_SHARED_GROUPS]
         num_tokens = sum((rows.num_rows - 1) * rows.num_tokens for rows in shared)
         num_bytes = num_tokens * self.model.config.kv_bytes_per_token(self.model.dtype)
-        if shared and (not self.graphs.is_recorded or num_bytes >= MIN_SHARED_BYTES):
-            return False
-        return all(chunk.is_sampled and chunk.stop - chunk.start == 1 for chunk in plan.chunks)
+        return shared if not self.graphs.is_recorded or num_bytes >= MIN_SHARED_BYTES else []
+
+    def _kind(self, ending: Ending, plan: Plan, size: int) -> Kind:
+        """Return what kind of step a plan's is, and tell its inputs which rows read together."""
+        if not (shared := self._shared_rows(plan)):
+            return Kind(ending)
+        assert isinstance(self, PrefixEngine)
+        self.inputs.set_groups(shared, size)
+        self.num_shared_launches += self.model.config.layer_windows.count(None)
+        return Kind(ending, is_shared=True)
 
     def _is_replaced(self, ops: tuple[str, ...]) -> bool:
         return any(replacement(op) is not None for op in ops)
@@ -113,23 +155,37 @@ class FastEngine(OverlappingEngine):
         """Run one decode step of a fixed size, over tensors that stay where they are: this is what a graph holds."""
         if self.steps.device_batch:
             self.batch.expand(self.inputs, size, self.model.tier)
-        logits = self._forward(Plan(), self.inputs.rows(size))
-        if kind == "logits":
+        rows = self.inputs.rows(size)
+        logits = self._forward(rows, self._read_decode(kind, rows))
+        if kind.ending == "logits":
             if self._logits is None:
                 num_rows = self.graphs.sizes[-1]
                 self._logits = torch.empty(num_rows, logits.shape[1], dtype=logits.dtype, device=logits.device)
             self._logits[:size] = logits
             return
-        settings = self.batch.step_sampling
+        self.batch.chosen[:size] = self.choose_rows(kind.ending, logits)
+
+    def choose_rows(self, ending: Ending, logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+        """Return a token of each row of the batch."""
+        settings, size = self.batch.step_sampling, len(logits)
         filters = (settings.top_k[:size], settings.top_p[:size], settings.min_p[:size])
-        self.batch.chosen[:size] = sample_tokens(
+        return sample_tokens(
             logits,
             settings.temperature[:size],
-            *(filters if kind == "filtered" else (None, None, None)),
+            *(filters if ending == "filtered" else (None, None, None)),
             settings.seeds[:size],
             self.batch.output_indices[:size],
             tier=self.model.tier,
         )
+
+    def _read_decode(self, kind: Kind, rows: Rows) -> Read:
+        """Return the attention of a decode step of a fixed size."""
+        read_alone = self.read_rows(Plan(), rows)
+        if not kind.is_shared:
+            return read_alone
+        assert isinstance(self, PrefixEngine)
+        read_shared, windows = self.read_shared(rows, self.inputs.groups), self.model.config.layer_windows
+        return lambda layer, q: (read_alone if windows[layer] is not None else read_shared)(layer, q)
 
     # -- one step
 
@@ -142,28 +198,28 @@ class FastEngine(OverlappingEngine):
         if is_decode:
             self._run_decode("filtered" if any(map(_is_filtered, seqs)) else "plain", plan, seqs)
         elif not sampled:
-            self._forward(plan, self._rows(plan))
+            self._run_eagerly(plan)
         else:
             settings = sampling_settings(seqs, self.model.config.vocab_size, self.model.device)[:-1]
             indices = self.tensor([num_outputs(chunk) for chunk in sampled])  # the settings' own may lack a token
-            logits = self._forward(plan, self._rows(plan))
+            logits = self._run_eagerly(plan)
             chosen.copy_(sample_tokens(logits, *settings, indices, tier=self.model.tier))
         return Flight.of(plan.chunks, sampled, seqs, chosen)
 
     def launch_logits(self, plan: Plan, seqs: list[Sequence], is_decode: bool) -> Float[Tensor, "R V"]:
         """Start the forward pass, and return the logits of the sampled rows."""
         if not is_decode:
-            return self._forward(plan, self._rows(plan))
+            return self._run_eagerly(plan)
         self._run_decode("logits", plan, seqs)
         assert self._logits is not None
         return self._logits[: len(seqs)]
 
-    def _run_decode(self, kind: Kind, plan: Plan, seqs: list[Sequence]) -> None:
+    def _run_decode(self, ending: Ending, plan: Plan, seqs: list[Sequence]) -> None:
         """Run a decode step over the resident tensors."""
         assert isinstance(self.cache, BatchingCache)
         size = self.graphs.size_for(len(plan.chunks))
         self.batch.place(plan.chunks, seqs, self.cache, size)
-        self.graphs.run(kind, size)
+        self.graphs.run(self._kind(ending, plan, size), size)
 
     def drop_batch(self) -> None:
         """Abort what a failed step may have touched, and let everybody leave the resident batch."""

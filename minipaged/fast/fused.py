@@ -14,7 +14,9 @@ Cost:
     they move, one matrix is there twice.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +70,24 @@ class FusedModel:
             residual = residual[rows.logits_at] if residual is not None else None
         x, _ = model.norm(x, model.final_norm, residual)
         return self.multiply(x, model.output)  # [R, V]
+
+    def kernel_calls(self, kv: Float[Tensor, "layers 2 N S K D"], rows: Rows) -> list[Callable[[], object]]:
+        """Return calls that launch this model's own kernels, for one row that is nobody's."""
+        layer, config = self.model.layers[0], self.model.config
+
+        def zeros(width: int) -> Tensor:
+            return torch.zeros(1, width, dtype=self.model.dtype, device=self.model.device)
+
+        qkv, gate_up = (zeros(len(packed.weight)) for packed in (self.qkv[0], self.gate_up[0]))
+        angles = torch.zeros(1, config.head_dim // 2, device=self.model.device)
+        linears = {each.weight.shape: each for each in (self.qkv[0], layer.o_proj, self.gate_up[0], layer.down_proj)}
+        linears[self.model.output.weight.shape] = self.model.output
+        products = [partial(self.multiply, zeros(shape[1]), each) for shape, each in linears.items()]
+        return [
+            *products,
+            lambda: self._write(0, layer, qkv, angles, angles, kv, rows),
+            lambda: silu_mul_packed(gate_up, tier=self.model.tier),
+        ]
 
     def multiply(self, x: Float[Tensor, "T in"], linear: Linear) -> Float[Tensor, "T out"]:
         """Return the product, by the kernel for few rows where there are few."""

@@ -4,19 +4,31 @@ An eager step of a 0.6B model launches some 260 kernels, and Python takes longer
 takes to compute. A CUDA graph launches all of them at once. What it holds is fixed, addresses and grids too, so a
 batch is filled up to the next recorded size, and everything that varies is read from `DecodeInputs`.
 
-A graph is one of three kinds: what it ends with. ``"plain"`` chooses tokens by temperature alone, ``"filtered"`` also
-by top_k, top_p and min_p, and ``"logits"`` leaves the choice to the host.
+A graph has one of three endings: ``"plain"`` chooses tokens by temperature alone, ``"filtered"`` also by top_k, top_p
+and min_p, and ``"logits"`` leaves the choice to the host. And it reads each row's blocks alone, or those that rows have
+in common once for all of them.
 
 Without CUDA the same work runs at once, padded all the same.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["plain", "filtered", "logits"]
+from minipaged.garbage import collector_at_rest
+
+Ending = Literal["plain", "filtered", "logits"]
+
+
+class Kind(NamedTuple):
+    """What a graph does: how it ends, and whether rows read together what they have in common."""
+
+    ending: Ending
+    is_shared: bool = False
+
+
 Body = Callable[[Kind, int], None]
 """body(kind, size): one step. It reads and writes tensors that stay where they are, and waits for nothing."""
 
@@ -49,9 +61,9 @@ class DecodeGraphs:
 
     def record_all(self, kinds: tuple[Kind, ...], show_progress: Callable[[str], None]) -> None:
         """Record every size, the largest first: the others then find room in its memory."""
-        todo: list[tuple[Kind, int]] = (
-            [(kind, size) for kind in kinds for size in reversed(self.sizes)] if self.is_recorded else []
-        )
+        if not self.is_recorded:
+            return
+        todo = [(kind, size) for kind in kinds for size in self.sizes[::-1]]
         for number, (kind, size) in enumerate(todo):
             show_progress(f"recording decode steps: {100 * number // len(todo)} %")
             self._record(kind, size)
@@ -68,7 +80,7 @@ class DecodeGraphs:
 
     def _record(self, kind: Kind, size: int) -> None:
         """Run the body once, to compile what it needs, and then record it."""
-        with self.at_rest():
+        with self.at_rest(), collector_at_rest():
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):

@@ -1,12 +1,20 @@
 """The tensors that a decode step of a fixed size reads, at addresses that never change: a CUDA graph needs that."""
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from minipaged.batching.rows import Rows
 from minipaged.fast.rows.reference import PADDING_SLOT
+from minipaged.prefix.scheduler import SharedRows
 from minipaged.shapes import UNUSED_BLOCK, Float, Int, Tensor
+from minipaged.transfer import send
+
+MAX_SHARED_GROUPS = 8
+"""Groups of rows that read their common beginning together. Each takes programs, also in a step that has fewer."""
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -67,6 +75,37 @@ class DecodeInputs:
         self.block_tables = torch.full((num_rows, width), UNUSED_BLOCK, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.query_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        # Who reads together: where the groups begin and end, and behind that what they share. One more group has all
+        # other rows.
+        self._groups = torch.zeros(2 * MAX_SHARED_GROUPS + 3, dtype=torch.int32, device=device)
+        self.groups = self._groups[: MAX_SHARED_GROUPS + 2], self._groups[MAX_SHARED_GROUPS + 2 :]
+
+    def set_groups(self, shared: list[SharedRows], size: int) -> None:
+        """Say which rows at the front read their common beginning together; all up to ``size`` others read alone.
+
+        Example:
+            With room for 8 groups: rows 0 to 2 share 1,024 tokens, 3 and 4 share 2,048, and 3 rows share nothing.
+
+            >>> inputs = DecodeInputs(8, 4, torch.device("cpu"))
+            >>> inputs.set_groups([SharedRows(3, 1024), SharedRows(2, 2048)], 8)
+            >>> [part.tolist() for part in inputs.groups]
+            [[0, 3, 5, 8, 8, 8, 8, 8, 8, 8], [1024, 2048, 0, 0, 0, 0, 0, 0, 0]]
+        """
+        starts = [0, *itertools.accumulate(group.num_rows for group in shared)]
+        lengths = [group.num_tokens for group in shared]
+        unused = MAX_SHARED_GROUPS + 1 - len(shared)
+        numbers = starts + [size] * unused + lengths + [0] * unused
+        self._groups.copy_(send(numbers, torch.int32, self._groups.device))
+
+    @contextmanager
+    def without_groups(self) -> Iterator[None]:
+        """Let no row share anything for a while."""
+        groups = self._groups.clone()
+        self._groups.zero_()
+        try:
+            yield
+        finally:
+            self._groups.copy_(groups)
 
     def rows(self, size: int) -> Rows:
         """Return the first rows, as views."""

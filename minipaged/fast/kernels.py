@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minipaged.foundation.kernels import wait_for_inputs
+from minipaged.foundation.kernels import gated, store_turned, wait_for_inputs
 from minipaged.launch import check_indices, check_tensors, early_start, padded
 from minipaged.shapes import Float, Int, Tensor
 
@@ -260,8 +260,7 @@ def norm_and_turn(
         # Rounded before the weight and after it, where the separate operations round.
         first = ((first * factor).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
         second = ((second * factor).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
-    tl.store(out_ptr + at, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
-    tl.store(out_ptr + at + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
+    store_turned(out_ptr + at, out_ptr + at + HALF, first, second, cos, sin, mask)
 
 
 def silu_mul_packed(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
@@ -278,13 +277,11 @@ def silu_mul_packed(gate_up: Float[Tensor, "T 2F"]) -> Float[Tensor, "T F"]:
 
 @triton.jit
 def silu_mul_packed_kernel(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.constexpr, STARTS_EARLY: tl.constexpr):
-    """Program (t, j) computes entries ``j * TILE`` and on of row t, in the arithmetic of `silu_mul_kernel`."""
+    """Program (t, j) computes entries ``j * TILE`` and on of row t."""
     wait_for_inputs(STARTS_EARLY)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < WIDTH
     row = tl.program_id(0).to(tl.int64)
     gate = tl.load(gate_up_ptr + row * 2 * WIDTH + columns, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + (row * 2 + 1) * WIDTH + columns, mask=is_column, other=0.0).to(tl.float32)
-    fade = tl.exp(-tl.abs(gate))
-    sigmoid = tl.where(gate >= 0, 1.0, fade) / (1.0 + fade)
-    tl.store(out_ptr + row * WIDTH + columns, (gate * sigmoid * up).to(out_ptr.dtype.element_ty), mask=is_column)
+    tl.store(out_ptr + row * WIDTH + columns, gated(gate, up).to(out_ptr.dtype.element_ty), mask=is_column)

@@ -107,6 +107,10 @@ class OverlappingEngine(BatchingEngine):
         """Return whether the step is one token of each of its sequences, and runs in a batch of a fixed size."""
         raise NotImplementedError
 
+    def arrange(self, plan: Plan) -> None:
+        """Put the rows of a decode step into the order in which they run best."""
+        raise NotImplementedError
+
     def launch(self, plan: Plan, sampled: list[Chunk], seqs: list[Sequence], is_decode: bool) -> Flight:
         """Start the forward pass, the choice of tokens, and their way to the host."""
         raise NotImplementedError
@@ -128,8 +132,8 @@ class OverlappingEngine(BatchingEngine):
         self._move_blocks(plan)
         self._tokens, self._parents = [], {}
         is_decode = self.is_decode(plan)
-        if is_decode:  # long rows first, or the last of them would run alone at the end of every layer
-            plan.chunks.sort(key=lambda chunk: -chunk.stop)
+        if is_decode:
+            self.arrange(plan)
         sampled = [chunk for chunk in plan.chunks if chunk.is_sampled]
         seqs = self._sequences(sampled)
         if any(self._needs_host(seq) for seq in seqs):

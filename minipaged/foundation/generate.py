@@ -249,9 +249,10 @@ class Engine:
         if not prompt:
             raise UserError("the prompt is empty: it must hold at least one token")
         vocab_size = self.model.config.vocab_size
-        for token_id in prompt:
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                raise UserError(f"prompt token {token_id!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
+        # All at once, since prompts are long: one look at each token in Python takes longer than to find it in a cache.
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
+            bad = next(each for each in prompt if type(each) is not int or not 0 <= each < vocab_size)
+            raise UserError(f"prompt token {bad!r} is not an id of the vocabulary, 0 to {vocab_size - 1}")
         limit = self.options.max_model_len
         if len(prompt) >= limit:
             raise UserError(

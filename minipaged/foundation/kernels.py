@@ -144,9 +144,15 @@ def turn_heads(
     at = (token * NUM_HEADS + head)[:, None] * (2 * HALF) + pair[None, :]
     first = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr + at, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
-    tl.store(out_ptr + at + HALF, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
+    store_turned(out_ptr + at, out_ptr + at + HALF, first, second, cos, sin, mask)
+
+
+@triton.jit
+def store_turned(first_ptr, second_ptr, first, second, cos, sin, mask):
+    """Store pairs of entries, each turned by the angle of its column."""
+    dtype: tl.constexpr = first_ptr.dtype.element_ty
+    tl.store(first_ptr, (first * cos[None, :] - second * sin[None, :]).to(dtype), mask=mask)
+    tl.store(second_ptr, (second * cos[None, :] + first * sin[None, :]).to(dtype), mask=mask)
 
 
 def silu_mul(gate: Float[Tensor, "T F"], up: Float[Tensor, "T F"]) -> Float[Tensor, "T F"]:
@@ -169,9 +175,15 @@ def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, WIDTH: tl.constexpr, TILE: tl.con
     at = tl.program_id(0).to(tl.int64) * WIDTH + columns
     gate = tl.load(gate_ptr + at, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, gated(gate, up).to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def gated(gate, up):
+    """Return ``silu(gate) * up`` of numbers in fp32."""
     fade = tl.exp(-tl.abs(gate))  # exp(-gate) would overflow for very negative gates
     sigmoid = tl.where(gate >= 0, 1.0, fade) / (1.0 + fade)
-    tl.store(out_ptr + at, (gate * sigmoid * up).to(out_ptr.dtype.element_ty), mask=is_column)
+    return gate * sigmoid * up
 
 
 def causal_attention(

@@ -103,23 +103,34 @@ class Engine(BatchingEngine):
         if not isinstance(plan, PrefixPlan) or not plan.shared:
             return read_alone
         num_shared = sum(group.num_rows for group in plan.shared)
-        groups = self._group_tensors(plan.shared)
-        first_tables, first_lens = rows.block_tables[:num_shared], rows.seq_lens[:num_shared]
+        read_shared = self.read_shared(rows.before(num_shared), self._group_tensors(plan.shared))
         others = rows.behind(num_shared)
         windows, tier = self.model.config.layer_windows, self.model.tier
 
         def read(layer: int, q: Tensor) -> Tensor:
             if windows[layer] is not None:  # this layer does not look at the beginning
                 return read_alone(layer, q)
-            k_pool, v_pool = self.kv[layer]
             self.num_shared_launches += 1
             out = torch.empty_like(q)
-            out[:num_shared] = shared_prefix_attention(
-                q[:num_shared], k_pool, v_pool, first_tables, first_lens, *groups, tier=tier
-            )
+            out[:num_shared] = read_shared(layer, q[:num_shared])
             if num_shared < len(q):
-                out[num_shared:] = others.attend(q[num_shared:], k_pool, v_pool, window=None, tier=tier)
+                out[num_shared:] = others.attend(q[num_shared:], *self.kv[layer], window=None, tier=tier)
             return out
+
+        return read
+
+    def read_shared(self, rows: Rows, groups: tuple[Tensor, Tensor]) -> Read:
+        """Return the attention of decode rows that stand in groups, in layers that look at the beginning.
+
+        Args:
+            rows: The rows, those of a group side by side.
+            groups: ``group_starts`` and ``prefix_lens`` of `shared_prefix_attention`.
+        """
+        arguments, tier = (rows.block_tables, rows.seq_lens, *groups), self.model.tier
+
+        def read(layer: int, q: Tensor) -> Tensor:
+            k_pool, v_pool = self.kv[layer]
+            return shared_prefix_attention(q, k_pool, v_pool, *arguments, tier=tier)
 
         return read
 

@@ -164,11 +164,15 @@ def test_a_plan_of_ones_own_needs_no_groups(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_eager", [True, False])
 @pytest.mark.parametrize("tier", ["torch", "triton"])
-def test_on_a_gpu_a_shared_system_prompt_gives_the_tokens_of_a_run_without_a_cache(folder: Path, kind: str, tier: str):
+def test_on_a_gpu_a_shared_system_prompt_gives_the_tokens_of_a_run_without_a_cache(
+    folder: Path, kind: str, tier: str, is_eager: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("minipaged.fast.engine.MIN_SHARED_BYTES", 1)
     system, *own = random_prompts(2048, *[3 + i % 5 for i in range(16)])
     prompts = [system + each for each in own]
-    w = prefix_engine(folder, prefix_cache=kind, num_blocks=256, tier=tier, device="cuda", enforce_eager=True)
+    w = prefix_engine(folder, prefix_cache=kind, num_blocks=256, tier=tier, device="cuda", enforce_eager=is_eager)
     results = w.generate(prompts, greedy(8))
     assert w.engine.stats()["shared_prefix_launches"] > 0
     plain = LLM(folder, prefix_cache=None, num_blocks=4096, tier=tier, device="cuda", dtype="float32")
