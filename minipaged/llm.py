@@ -309,6 +309,13 @@ class LLM:
             raise UserError(f"messages must be a list of dicts with role and content, not {type(messages).__name__}")
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
+    def __repr__(self) -> str:
+        """Say what runs: the rung, where and how, and the steps of speed that are taken."""
+        steps = self.engine.steps.taken if isinstance(self.engine, FastEngine) else ()
+        memory = "" if self.num_blocks is None else f", {self.num_blocks} blocks of {self.block_size} slots"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<LLM on rung {self.rung}: {dtype} on {self.device}{memory}, steps: {', '.join(steps) or 'none'}>"
+
     def stats(self) -> dict[str, int]:
         """Return the engine's counters since its start, and its blocks now."""
         return self.engine.stats()
@@ -358,6 +365,8 @@ class LLM:
         for name, value, owner in owned_params(params):
             if RUNGS.index(owner) > RUNGS.index(self.rung):
                 raise UserError(f"rung {self.rung!r} does not know {name} ({value!r} was given); rung {owner!r} has it")
+        if params.stop and self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so stop strings can never appear; give stop_token_ids")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         check_prompt_type(prompt)

@@ -510,3 +510,17 @@ def test_a_request_that_is_aborted_at_the_engine_ends_its_stream(folder: Path, r
     (request_id,) = llm._mail
     llm.engine.abort(request_id)
     assert list(stream) == []
+
+
+def test_stop_strings_want_a_tokenizer(folder: Path, tmp_path: Path):
+    llm = LLM(make_tiny_model(tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(UserError, match="no tokenizer, so stop strings can never appear; give stop_token_ids"):
+        llm.generate([[1, 2]], SamplingParams(stop="end"))
+    assert llm.generate([[1, 2]], SamplingParams(stop_token_ids=(3,), max_tokens=2))
+    assert tiny(folder).generate(["Hello"], SamplingParams(stop="end", max_tokens=2))
+
+
+def test_an_llm_says_what_runs(folder: Path):
+    llm = tiny(folder, rung="prefix", num_blocks=8, block_size=4, graphs=True)
+    assert repr(llm) == "<LLM on rung prefix: float32 on cpu, 8 blocks of 4 slots, steps: graphs>"
+    assert repr(tiny(folder, rung="foundation")) == "<LLM on rung foundation: float32 on cpu, steps: none>"

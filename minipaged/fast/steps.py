@@ -25,7 +25,12 @@ class Steps:
 
     def __bool__(self) -> bool:
         """Return whether any step is taken."""
-        return any(vars(self).values())
+        return bool(self.taken)
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Return the names of the steps that are taken."""
+        return tuple(name for name, is_taken in vars(self).items() if is_taken)
 
 
 NAMES = tuple(each.name for each in fields(Steps))
