@@ -15,11 +15,13 @@
 # ## Where we are
 #
 # A model is a pile of matrices. Here is the one that all lessons use, drawn from the tensors that are really loaded.
+# `rung` says which engine runs it, and `tier="torch"` that its operations are plain PyTorch.
 
 # %%
 import importlib.util
 import io
 import time
+from itertools import pairwise
 from unittest.mock import patch
 
 import torch
@@ -66,10 +68,13 @@ print(f"{len(prompt)} tokens of prompt, {len(answer.token_ids)} tokens of answer
 # ## The problem, measured
 #
 # What did these 16 tokens cost? Let us count *rows*. A row is one token that goes once through all layers. It meets
-# every weight of every layer once, so rows are a fair price: twice the rows, twice the arithmetic.
+# every weight of every layer once, so rows are a fair price: twice the rows, twice the arithmetic. (Attention grows
+# with the length of the text on top of that. In texts as short as ours it is a small part.)
 #
 # > **Predict.** The prompt has 5 tokens and the answer has 16. How many rows went through the model in all 16 steps
 # > together? And how many of them had not been there before? Write both numbers down.
+#
+# (In a notebook the answers are often on the page already, below the next cell. Write yours down before you scroll.)
 #
 # To find out we stand in front of the model's forward pass and note how many rows each step brings.
 
@@ -105,9 +110,8 @@ show(draw_timeline(timeline.view()), draw_timeline_svg(timeline.view()))
 # And here is each of the 200 rows as one mark:
 
 # %%
-for step, num_rows_now in enumerate(rows_per_step):
-    num_old = rows_per_step[step - 1] if step else 0
-    print(f"step {step:2}  {'.' * num_old}{'#' * (num_rows_now - num_old)}")
+for step, (num_old, num_now) in enumerate(pairwise([0, *rows_per_step]), start=1):
+    print(f"step {step:2}  {'.' * num_old}{'#' * (num_now - num_old)}")
 print("# new   . computed again")
 
 # %% [markdown]
@@ -124,8 +128,8 @@ for num_prompt, num_output in ((5, 16), (5, 32), (1000, 1000)):
 # A page in and a page out, and all but one row in 750 is repetition. Nobody serves like this. But before we cut the
 # repetition away we should be sure that it *is* repetition.
 #
-# > **Predict.** The model ran the prompt in step 0. In step 1 it ran the same 5 tokens and one more behind them.
-# > Compare the key that token 3 has in the last layer in step 0 with the one that it has in step 1. Are they the
+# > **Predict.** The model ran the prompt in step 1. In step 2 it ran the same 5 tokens and one more behind them.
+# > Compare the key that token 3 has in the last layer in step 1 with the one that it has in step 2. Are they the
 # > same? Mind that on the way to the last layer it has been through the attention of all others, where tokens look at
 # > each other.
 
@@ -144,10 +148,11 @@ for num_prompt, num_output in ((5, 16), (5, 32), (1000, 1000)):
 # norm, MLP         |          |          |          |       each row alone
 # ```
 #
-# So token 3 cannot know what comes behind it, in no layer. This is what *causal* means. And since rows meet in one
-# place alone, the model's [`forward`](../minipaged/foundation/model.py) takes that place as an argument,
-# `attend(layer, q, k, v)`. The model does not know which sequence a row belongs to, nor where keys are kept. Every
-# rung of the ladder brings another `attend`.
+# So token 3 cannot know what comes behind it, in any layer. This is what *causal* means. Its position does not change
+# either, for positions are counted from the front. And since rows meet in one place alone, the model's
+# [`forward`](../minipaged/foundation/model.py) takes that place as an argument, `attend(layer, q, k, v)`. The model
+# does not know which sequence a row belongs to, nor where keys are kept. Every rung of the ladder brings another
+# `attend`.
 #
 # To look inside we put our own function in attention's place. `use(...)` does that for any part of the engine, while
 # its block runs. Ours only listens, then calls the real one:
@@ -165,7 +170,7 @@ def listening_attention(q, k, v, query_starts, *, scale, window):
 with use(causal_attention=listening_attention):
     llm.generate([prompt], greedy(2))
 first, second = keys[config.num_layers - 1], keys[-1]  # the last layer's, in both steps
-print("keys of the last layer: step 0", tuple(first.shape), "  step 1", tuple(second.shape))
+print("keys of the last layer: step 1", tuple(first.shape), "  step 2", tuple(second.shape))
 print("the old rows are the same:", torch.allclose(first, second[: len(prompt)], rtol=1e-4, atol=1e-4))
 
 # %% [markdown]
@@ -231,7 +236,7 @@ def my_rows(num_prompt_tokens, num_output_tokens):
 # <details>
 # <summary>Hint</summary>
 #
-# Step 0 runs `num_prompt_tokens` rows. Which step is the last one, and how many rows does it run?
+# The first step runs `num_prompt_tokens` rows. How many does the last one run? And how many steps are there?
 #
 # </details>
 #
@@ -251,10 +256,12 @@ checks.check_rows(my_rows)
 # %% [markdown] given="12.5 3.54 0.85 11.31"
 # Now two operations of the decoder. The first works on each row alone. RMSNorm divides a row by its *root mean
 # square* and multiplies each column by a weight. For the row `[3, 4]` the mean of the squares is (9 + 16) / 2 = 12.5
-# and its root 3.54, so with weights `[1, 10]` the result is `[0.85, 11.31]`.
+# and its root 3.54, so with weights `[1, 10]` the result is `[0.85, 11.31]`. A tiny `eps` is added under the root, so
+# that nobody divides by zero.
 #
-# In a decoder every norm stands behind an addition: the output of a sublayer is added to the *residual*, the sum is
-# normed for the next sublayer, and the sum itself is kept as the next residual. So the engine's operation does both.
+# In this decoder every norm but the first stands behind an addition: the output of a sublayer is added to the
+# *residual*, the sum is normed for the next sublayer, and the sum itself is kept as the next residual. So the engine's
+# operation can do both.
 
 
 # %% tags=["exercise"]
@@ -296,7 +303,8 @@ checks.check_rms_norm(my_rms_norm)
 
 # %% [markdown]
 # And the operation in which rows meet. Write it the plain way: a loop over sequences, a matrix of scores, a mask, a
-# softmax. In PyTorch it is about ten lines.
+# softmax. In PyTorch it is about ten lines. (Some models let a row see only the newest keys, a *window* of them. Ours
+# has none, but the engine runs those too.)
 
 
 # %% tags=["exercise"]
@@ -409,7 +417,7 @@ def leaking_attention(q, k, v, query_starts, *, scale, window):
 
 def answers(prompts):
     """Return the texts of some answers, or the ids where there is no text."""
-    return [result.text or result.token_ids for result in llm.generate(prompts, greedy(6))]
+    return [repr(result.text or result.token_ids) for result in llm.generate(prompts, greedy(6))]
 
 
 print("right, in company:  ", answers([other_prompt, prompt])[1])
@@ -422,13 +430,15 @@ with use(causal_attention=leaking_attention):
 # is not only wrong, it is a leak: a stranger's words shape your answer. And no shape is wrong, nothing crashes.
 #
 # The test that catches it is `test_rows_are_bit_equal_alone_and_in_a_batch` in
-# [`tests/foundation/test_ops.py`](../tests/foundation/test_ops.py). It demands that a sequence gets the same bits
-# alone and in company. You will meet this demand on every rung: **a neighbour must not change a bit of your answer.**
+# [`tests/foundation/test_ops.py`](../tests/foundation/test_ops.py). It demands that attention gives a sequence the
+# same bits alone and in company. You will meet this demand on every rung: **a neighbour must not change your answer.**
+# (Rounding is a finer point. A library's matrix product may add in another order when the batch has another size.
+# Where two tokens are nearly equal, that can decide between them. It says nothing about the neighbour; a leak does.)
 
 # %% [markdown]
 # ## Measure: why the first token is different
 #
-# Suppose we keep keys and values, as the next lesson does. Then an answer has two phases:
+# Suppose we keep keys and values, as the next lesson does. Then an answer has two phases, and they differ in rows:
 #
 # - **prefill**: the first step. All rows of the prompt in one pass, which gives the first token.
 # - **decode**: every later step. One new row, which gives one new token.
@@ -458,13 +468,14 @@ with torch.inference_mode():
         took = seconds(num_rows) if num_rows > 1 else one_row
         print(f"{num_rows:3} rows: {1000 * took:6.1f} ms, {took / one_row:5.1f} times one row")
 
-# %% [markdown] given="3.1"
+# %% [markdown]
 # Far less than 16 times. So a pass with one row spends its time on something that 16 rows share. What they share is
-# the weights: whatever the number of rows, each weight is fetched from memory once. Let us count both sides,
-# arithmetic and fetched numbers, for every matrix product of a pass.
+# above all the weights: whatever the number of rows, each weight is fetched from memory once. (In a model as small as
+# ours, Python's own work for each operation is a part of it too.) Let us count both sides, arithmetic and fetched
+# numbers, for every matrix product of a pass.
 #
 # We need no weights for that. On PyTorch's *meta* device tensors have a shape and no content. So we can count for a
-# model that may well be too large for this machine: Llama 3.1 with 8 billion weights, run by the same code as ours.
+# model that may well be too large for this machine: a Llama with 8 billion weights, run by the same code as ours.
 
 
 # %%
@@ -500,30 +511,35 @@ def count(num_rows):
     return counted
 
 
-# %% [markdown] given="989 4.8 206"
+# %% [markdown]
 # Arithmetic for each byte moved is called *arithmetic intensity*. In bf16 a number has 2 bytes.
 #
-# A machine has an intensity too: what it can compute while one byte arrives. The data sheet of an H200 promises 989
-# trillion operations a second in bf16 and 4.8 trillion bytes a second, so about 206 operations a byte. A pass with
-# less intensity than that waits for memory: it is *memory-bound*. A pass with more waits for arithmetic:
-# *compute-bound*.
+# A machine has an intensity too: what it can compute while one byte arrives. These are the numbers in the data sheet
+# of an H200, for products of dense matrices in bf16:
+
+# %%
+PEAK, BANDWIDTH = 989e12, 4.8e12  # operations and bytes per second
+ridge = PEAK / BANDWIDTH
+print(f"{PEAK / 1e12:.0f} and {BANDWIDTH / 1e12} trillion: the ridge is at {ridge:.0f} operations a byte")
+
+# %% [markdown]
+# It can do 989 trillion operations a second, and fetch 4.8 trillion bytes. A pass with less than 206 operations a byte
+# waits for memory: it is *memory-bound*. A pass with more waits for arithmetic: *compute-bound*.
 #
 # > **Predict.** What is the intensity of a pass with 1 row? Every weight is 2 bytes and takes part in one
 # > multiplication and one addition. So which share of an H200's arithmetic can such a pass use at best?
 
 # %%
-PEAK, BANDWIDTH = 989e12, 4.8e12  # operations and bytes per second, from the data sheet of an H200
-ridge = PEAK / BANDWIDTH
 intensities = {}
-print(f"the ridge: {ridge:.0f} operations a byte\nrows  operations a byte  best share of the peak")
+print("rows  operations a byte  best share of the peak")
 for num_rows in (1, 4, 16, 64, 256, 1024):
     counted = count(num_rows)
     intensities[num_rows] = counted.flops / (2 * counted.moved)
     share = min(1.0, intensities[num_rows] / ridge)
     print(f"{num_rows:4}  {intensities[num_rows]:17.1f}  {share:6.1%} {'#' * round(40 * share)}")
 
-# %% [markdown] given="99.5"
-# One row: one operation a byte, half a percent of the machine. The other 99.5 % wait. This is no fault of the code,
+# %% [markdown]
+# One row: one operation a byte, half a percent of the machine. The rest of it waits. This is no fault of the code, and
 # no kernel can mend it: **decode of one sequence is memory-bound**, and a prompt of a few hundred tokens or more is
 # **compute-bound**. The usual picture of it is the *roofline*. The slanted part is the memory, the flat part the
 # arithmetic, and no pass gets above the roof.
@@ -565,8 +581,9 @@ show("As text the roofline is the bars above: each is the height of the roof ove
 # (One thing in a step is not shared: attention reads each sequence's own keys and values. The next lesson counts
 # them.)
 #
-# (And notice how rung 0 fits into the picture: its decode steps have many rows, so they are compute-bound. It keeps
-# the machine busy with work that was done before. A busy GPU is not a useful GPU.)
+# (And notice how rung 0 fits into the picture. Each of its steps has as many rows as the text has tokens, so with a few
+# hundred tokens every step is compute-bound. It keeps the machine busy with work that was done before. A busy GPU is
+# not a useful GPU.)
 #
 # The last exercise puts the count for one matrix into a formula.
 
@@ -619,8 +636,9 @@ checks.check_intensity(my_intensity)
 # <details>
 # <summary>A prompt of 10 tokens, an answer of 1. How much of the work on this rung is repetition?</summary>
 #
-# None. There is one step, and each of its rows is new. The triangle begins with the second token. For tasks that only
-# need one token, such as a yes or a no, a cache saves nothing.
+# None. There is one step, and each of its rows is new. The triangle begins with the second token. For a task that only
+# needs one token, such as a yes or a no, keeping keys and values saves nothing, unless the next prompt begins in the
+# same way: that is [lesson 05](05_prefix.ipynb).
 #
 # </details>
 #

@@ -5,10 +5,10 @@
 # key and value and nothing else, and these never change. The wish: many sequences in one batch, because a second one
 # is almost free.
 #
-# So we keep keys and values: the *KV cache*. That takes a few lines and cuts the arithmetic of an answer by ten at
-# once. The rest of this lesson is about the bill. A cache needs memory, memory needs a plan, and the plan that
-# everybody began with leaves most of the memory empty. Once you have seen where the emptiness comes from, paging
-# explains itself.
+# So we keep keys and values: the *KV cache*. That takes a few lines, and cuts the arithmetic of even a short answer by
+# ten. The rest of this lesson is about the bill. A cache needs memory, memory needs a plan, and the first plan that
+# comes to mind leaves most of the memory empty. Once you have seen where the emptiness comes from, paging explains
+# itself.
 
 # %% [markdown] given="1 32"
 # ## Where we are
@@ -71,7 +71,7 @@ no_cache = LLM(lesson_model(), rung="foundation", **options)
 
 
 def count_rows(engine, prompt, num_tokens):
-    """Return how many rows went through the model, and the result."""
+    """Return how many rows went through the model in each step, and the result."""
     rows, forward = [], engine.model.forward
 
     def counting_forward(token_ids, *others):
@@ -80,21 +80,23 @@ def count_rows(engine, prompt, num_tokens):
 
     with patch.object(engine.model, "forward", counting_forward):
         result = engine.generate([prompt], greedy(num_tokens))[0]
-    return sum(rows), result
+    return rows, result
 
 
+# %%
 for engine in (no_cache, llm):
-    num_rows, result = count_rows(engine, prompts[0], 16)
+    rows, result = count_rows(engine, prompts[0], 16)
     speed = result.metrics.tokens_per_second
-    print(f"{engine.rung:10}  {num_rows:3} rows, {speed:5.1f} tokens/s, tokens {result.token_ids[:6]} ...")
+    print(f"{engine.rung}: {sum(rows)} rows, {rows[0]} in step 1 and {sum(rows[1:])} in the {len(rows) - 1} others;")
+    print(f"  tokens {result.token_ids[:6]} ... at {speed:.1f} tokens/s")
 
-# %% [markdown] given="15"
+# %% [markdown]
 # 5 + 15 = 20 rows: every token once, but for the last, which is chosen and never run. And the same tokens, as there
 # must be.
 #
 # Look at the speed too. There is ten times less arithmetic, and how much faster is it? By far less than ten times
 # here. Lesson 00 says why: a step with one row waits for the weights, and they are read in every step, with a cache
-# or without. What the cache removes is arithmetic. To fill the time that is left, other sequences must come in.
+# or without. What the cache removes is arithmetic. To use what it leaves free, other sequences must come in.
 #
 # On the engine's timeline one sees the two phases that lesson 00 spoke of: `p5` is a prefill of 5 tokens, every `d`
 # is the decode of one.
@@ -207,17 +209,17 @@ checks.check_contiguous_attention(my_contiguous_attention)
 
 # %%
 num_slots = llm.engine.cache.num_slots
-print(f"{llm.engine.kv.numel() * llm.engine.kv.element_size() // num_slots:,} bytes a slot, from the tensor itself")
+num_bytes = llm.engine.kv.numel() * llm.engine.kv.element_size() // num_slots
+print(f"{num_bytes:,} bytes a slot, from the tensor itself: {num_bytes / 1024:.0f} KiB")
 own = llm.config
 print(f"2 (key and value) x {own.num_layers} layers x {own.num_kv_heads} KV heads x {own.head_dim} numbers x 4 bytes "
       f"= {2 * own.num_layers * own.num_kv_heads * own.head_dim * 4:,}")  # fmt: skip
 
-# %% [markdown] given="45"
+# %% [markdown]
 # For a token, that is for four letters or so, 45 KiB. In bf16 it is half.
 #
-# The formula that one reads most often says `2 x layers x model width x bytes`. It dates from models in which every
-# query head had a key and a value of its own. Let us see what it says of three models, two of them large; only their
-# `config.json` is needed.
+# The usual formula says `2 x layers x model width x bytes`. It dates from models in which every query head had a key
+# and a value of its own. Let us see what it says of this model and two others; only their `config.json` is needed.
 
 # %%
 configs = {name: load_config(SHAPES / name)[0] for name in ("qwen3-0.6b-random", "llama-3.1-8b-random")}
@@ -228,16 +230,18 @@ for name, config in {"this lesson's": llm.config, **configs}.items():
     print(f"{name:22} {by_width:11,} {config.num_heads * per_head:15,} {config.num_kv_heads * per_head:12,}")
 
 # %% [markdown] given="32 5120 819200 800"
-# Only the last column is right. For Llama the usual formula is wrong by a factor of 4: 32 query heads share 8 KV
-# heads. That is what grouped queries are *for*. They shrink the cache, and with it whatever depends on it.
+# Only the last column is right. (Its first number is half of what we just saw, since bf16 has half the bytes.) For
+# Llama the usual formula is wrong by a factor of 4: 32 query heads share 8 KV heads. That is what grouped queries are
+# *for*. They shrink the cache, and with it whatever depends on it.
 #
 # Qwen3 has a surprise: there the usual formula is right, by accident. Its heads are twice as wide as the model's
 # width divided by their number, and two of them share one KV head, so the two mistakes cancel. Do not trust a formula
-# that never asks for the number of KV heads and the size of a head.
+# that never asks for the number of KV heads and the size of a head. (Some newer models keep one compressed row a token
+# in place of keys and values. They have a formula of their own.)
 #
-# For comparison, the model in the [PagedAttention paper](https://arxiv.org/abs/2309.06180), OPT-13B, has 40 layers, a
-# width of 5120 and no grouped queries. There the usual formula holds: 2 x 40 x 5120 x 2 = 819,200 bytes, 800 KB a
-# token.
+# For comparison, OPT-13B, one of the models in the [PagedAttention paper](https://arxiv.org/abs/2309.06180), has 40
+# layers, a width of 5120 and no grouped queries. There the usual formula holds: 2 x 40 x 5120 x 2 = 819,200 bytes, 800
+# KB a token.
 
 
 # %% tags=["exercise"]
@@ -281,9 +285,9 @@ checks.check_kv_bytes(my_kv_bytes_per_token)
 ask("What is the capital of France?", "contiguous", "--show-blocks", max_tokens=20)
 
 # %% [markdown] given="141"
-# The whole conversation, question and answer and what the chat template puts around them, has 44 tokens. They keep
-# 8,192 slots, all that this chat has, so a second conversation would have to wait for the end of the first. Now with
-# a large model on a large machine:
+# The whole conversation, question and answer and what the chat template puts around them, fills 44 slots. It keeps
+# 8,192, all that this chat has, so a second conversation would have to wait for the end of the first. Now with a large
+# model on a large machine:
 #
 # > **Predict.** Llama 3.1 8B allows 131,072 tokens and costs 131,072 bytes a token. How much memory does one
 # > reservation take? An H200 has 141 GB, and the weights take 16 of them. How many sequences fit? (Lesson 00: it
@@ -310,8 +314,8 @@ print(f"with 500 tokens each, {free_bytes // (500 * per_token):,.0f} sequences w
 # | `pow2` | its prompt, and the next power of two of its output's true length |
 # | `oracle` | its prompt and its output, to the token |
 #
-# A real engine can do the first. Let us put one request under each of them: a prompt of 161 tokens, an answer of 25,
-# and a limit of 2,048. The moment is right after the prefill. No model is needed: the arena is plain bookkeeping.
+# A real engine can only do the first. Let us put one request under each of them: a prompt of 161 tokens, an answer of
+# 25, and a limit of 2,048. The moment is right after the prefill. No model is needed: the arena is plain bookkeeping.
 
 # %%
 arenas = {policy: Arena(num_slots=2048, max_model_len=2048, reservation=policy) for policy in RESERVATIONS}
@@ -326,10 +330,12 @@ for policy, arena in arenas.items():
 #   have it.
 # - **internal**: inside the reservation, and never used. Under `max` 1,862 slots, for 186 that ever hold a token.
 # - **external**: outside the reservation, and lost to everybody by the allocator's rounding. `oracle` asks for 186
-#   slots and gets 256.
+#   slots and gets 256. (Textbooks on memory would call this internal too. The
+#   [PagedAttention paper](https://arxiv.org/abs/2309.06180) counts what the allocator loses as external, and so do we.)
 #
 # Nobody knows the second from the first while the answer runs; the books can tell them apart because we give them the
-# true length. Turn them into code, and you will not mix them up again.
+# true length. They count a slot for each token of the answer, the last one too, though it is never run: one slot is not
+# worth a special case. Turn the words into code, and you will not mix them up again.
 
 
 # %% tags=["exercise"]
@@ -338,7 +344,7 @@ def my_waste(own, output_length):
 
     own.length is the size of the range and own.num_reserved what was asked for, the rest is rounding. Of the prompt's
     own.num_prompt_tokens and the answer's output_length tokens, own.num_tokens are written now. In the end all of
-    them will be; they fit into what was asked for.
+    them count as written, the last one too; they fit into what was asked for.
     """
     raise NotYet
 
@@ -436,8 +442,10 @@ print("and when B has ended:", arena.can_admit(num_prompt_tokens=7, num_output_t
 # Eight slots are free and eight are wanted, but not *these* eight, not in a row. This is external fragmentation as
 # textbooks have it. When B ends too, its range joins with A's, and slots 0 to 7 are one again.
 #
-# One could move D next to B and so join the gaps, but that copies gigabytes while everybody waits. What engines did
-# is what [`BuddyAllocator`](../minipaged/contiguous/buddy.py) does: powers of two, each at a multiple of its size.
+# One could move D into A's old place and so join the gaps. But with long sequences that copies gigabytes, while
+# everybody waits. So this rung lives with the gaps and keeps them large: a
+# [`BuddyAllocator`](../minipaged/contiguous/buddy.py) gives out powers of two, each at a multiple of its size, and
+# joins free neighbours again. The paper assumes the same of an engine that it compares with.
 
 # %% [markdown]
 # ## Build it: an allocator
@@ -455,7 +463,10 @@ class MyAllocator:
         self.allocated = {}  # start -> size of every range that is taken
 
     def find(self, size):
-        """Return the lowest start at which `size` slots lie inside the arena and touch no taken range, else None."""
+        """Return a multiple of `size` at which `size` slots lie inside the arena and share none with a taken range.
+
+        `size` is a power of two already. If there are several such places, any will do; if there is none, return None.
+        """
         raise NotYet
 
     def can_allocate(self, num_slots):
@@ -478,7 +489,7 @@ class MyAllocator:
 # <details>
 # <summary>Hint</summary>
 #
-# `range(0, self.num_slots - size + 1, size)` is all places. Two ranges do not touch if one ends before the other
+# `range(0, self.num_slots - size + 1, size)` is all places. Two ranges share no slot if one ends before the other
 # begins: `start + size <= other` or `other + length <= start`.
 #
 # </details>
@@ -495,7 +506,7 @@ class MyAllocator:
 #         self.allocated = {}  # start -> size of every range that is taken
 #
 #     def find(self, size):
-#         """Return the lowest start at which `size` slots lie inside the arena and touch no taken range, else None."""
+#         """Return where a range of `size` slots is free."""
 #         for start in range(0, self.num_slots - size + 1, size):
 #             if all(start + size <= other or other + length <= start for other, length in self.allocated.items()):
 #                 return start
@@ -546,14 +557,14 @@ print(f"{view.num_idle} of 64 seats were idle, and one request waited for {view.
 # step 17. A finished sequence does free its *slots* at once here. But nobody may sit down before the batch has ended.
 #
 # The cure is to let requests join and leave at every step. It came with an engine named Orca, a year before paging,
-# and has little to do with it; [lesson 04](04_batching.ipynb) is about it. First memory: without it there is nothing
-# to schedule.
+# and does not need it; [lesson 04](04_batching.ipynb) is about it. First memory: without it there is nothing to
+# schedule.
 
 # %% [markdown]
 # ## Your version drives the real chat
 #
 # The same question as before, now with your attention, and with your allocator in the arena. The answer must be the
-# same, and so must the drawing.
+# same, and so must the drawing: one sequence that has the whole arena.
 
 # %%
 ask("What is the capital of France?", "contiguous", "--show-blocks", max_tokens=20,
@@ -576,23 +587,25 @@ ask("What is the capital of France?", "contiguous", "--show-blocks", max_tokens=
 
 
 # %%
-def attention_intensity(num_heads, num_kv_heads, head_dim, num_tokens=1000):
-    """Count one sequence's attention, and return operations per byte of its keys and values in bf16."""
-    q, kv = torch.zeros(num_heads, head_dim), torch.zeros(num_tokens, num_kv_heads, head_dim)
+def attention_intensity(num_heads, num_kv_heads, head_dim, num_seqs, num_tokens=1000):
+    """Count attention in one step, and return operations per byte of keys and values in bf16."""
+    q = torch.empty(num_seqs, num_heads, head_dim, device="meta")
+    kv = torch.empty(num_seqs, num_tokens, num_kv_heads, head_dim, device="meta")
     with FlopCounterMode(display=False) as counter:
-        reference.attend_one(q, kv, kv, scale=1.0, window=None)
+        reference.contiguous_attention(q, kv, kv, torch.full((num_seqs,), num_tokens), scale=1.0, window=None)
     return counter.get_total_flops() / (2 * 2 * kv.numel())
 
 
-for name, config in {"this lesson's": llm.config, **configs}.items():
-    intensity = attention_intensity(config.num_heads, config.num_kv_heads, config.head_dim)
-    print(f"{name:22} {intensity:.1f} operations a byte")
-print(f"{'without groups':22} {attention_intensity(32, 32, 128):.1f} operations a byte")
+print("operations a byte        1 sequence  200 sequences")
+models = {"this lesson's": llm.config, **configs}
+shapes = {name: (each.num_heads, each.num_kv_heads, each.head_dim) for name, each in models.items()}
+for name, shape in {**shapes, "without groups": (32, 32, 128)}.items():
+    print(f"{name:22} {attention_intensity(*shape, 1):12.1f} {attention_intensity(*shape, 200):14.1f}")
 
 # %% [markdown] given="206"
 # Four, the number of query heads that share a KV head, and with 200 sequences it is four as well: every sequence
-# brings its own keys. So attention in decode is memory-bound for ever, far below the 206 of the machine, and grouped
-# queries help twice: the cache is smaller, and what is read is used more often.
+# brings its own keys. So attention in decode is memory-bound in a batch of any size, far below the 206 of the machine,
+# and grouped queries help twice: the cache is smaller, and what is read is used more often.
 #
 # The good side of this: a kernel that only has to wait for memory has time for other things. It can look up where a
 # key lies, for example. Keep that in mind for lesson 02b.
@@ -626,7 +639,7 @@ with use(contiguous_attention=careless_attention):
 # %% [markdown]
 # With zeros in the memory the answer is right. With NaN it is not, for 0 x NaN is NaN. Fresh memory often holds
 # zeros, so the code works on your machine, and on the server too, until it runs in memory in which somebody's NaN has
-# been. This bug has been found in real engines, in one kernel after the other.
+# been. This bug has been found in real engines, and comes back with new kernels.
 #
 # The test that catches it is `test_contiguous_attention_equals_the_loop_bit_for_bit` in
 # [`tests/paged/test_ops.py`](../tests/paged/test_ops.py): its rows hold NaN behind every end. The tests of whole
@@ -653,8 +666,8 @@ for num_seqs, num_tokens in ((1, 500), (64, 500), (64, 4096), (200, 4096)):
 # 1. Keep keys and values, and a decode step runs one row a sequence: 20 rows in place of 200, and the same tokens.
 # 2. A token costs `2 x layers x KV heads x head size x bytes`. The number of query heads and the width of the model
 #    are not in it.
-# 3. Dense ranges waste memory in three ways. Reserved: later, not now. Internal: never. External: to nobody. A policy
-#    can only move slots from one kind to another; even one that knows the future leaves half of the memory empty.
+# 3. Dense ranges leave memory empty in three ways. Reserved: used later, not now. Internal: given, but never used.
+#    External: lost to everybody. A better guess helps, but even one that knows the future leaves more than half empty.
 #
 # **Questions**
 #

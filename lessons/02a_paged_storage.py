@@ -6,7 +6,7 @@
 # answer would be.
 #
 # This lesson changes one thing: **where** a key and a value lie. Attention itself stays the same. You will build the
-# four parts that do it, each a few lines of plain Python:
+# four parts that do it, each a few lines:
 #
 # - a *slot mapping*: in which slot of memory does token number i lie?
 # - *append*: when does a growing sequence need more memory?
@@ -72,8 +72,8 @@ print("slots taken that hold nothing:", cache.waste().internal)
 show(draw_pool(view_cache(cache)), draw_pool_svg(view_cache(cache)))
 
 # %% [markdown]
-# Half of the memory is free again, for anybody. What is lost is lost in the **last** block of each sequence, and that
-# is at most three slots of the 4.
+# Half of the memory is free again, for anybody. What is lost is lost in the **last** block of each sequence, and there
+# it is at most three slots.
 #
 # ## The idea
 #
@@ -129,8 +129,8 @@ show(draw_block_table(own, block_size=4), draw_block_table_svg(own, block_size=4
 #
 # Take token 6 of our sequence (tokens are counted from 0):
 #
-# 1. `6 // 4 = 1`: it lies in the sequence's block number 1, counted along the table.
-# 2. The table says that this one is block 2 of the pool.
+# 1. `6 // 4 = 1`: look at entry 1 of the table. (Entries are counted from 0, too.)
+# 2. This entry says: block 2 of the pool.
 # 3. `6 % 4 = 2`: it has place 2 inside the block.
 # 4. So its slot is `2 * 4 + 2 = 10`.
 #
@@ -221,7 +221,7 @@ def append(table, pool):
 
     `table` has `block_ids` (a list), `num_tokens` and `block_size`. `pool.allocate()` returns the id of a free block.
     If all blocks of the table are full (at the beginning there are none), take one and put it at the end of the list.
-    Then count the new token in `table.num_tokens`. Return the new token's slot.
+    Then count the new token in `table.num_tokens`. Return the new token's slot: `table.slot(i)` is that of token i.
     """
     raise NotYet
 
@@ -231,7 +231,7 @@ def append(table, pool):
 # <summary>Hint</summary>
 #
 # All blocks are full if `num_tokens == len(block_ids) * block_size`. The new token's number is the value of
-# `num_tokens` *before* it is counted. `slot_mapping` from the first exercise or `table.slot(i)` gives its slot.
+# `num_tokens` *before* it is counted.
 #
 # </details>
 #
@@ -503,9 +503,14 @@ print(f"unused: {table.num_empty_slots} slots paged, {own.num_reserved - own.num
 # ## Your version drives the real engine
 #
 # `ask` is the chat of this project. Whatever stands behind the question takes a part's place: here your pool hands out
-# the blocks, and your function writes all keys and values of all layers. `--show-blocks` draws the memory at the end.
-# If your list gives out the id that came back last, the drawing begins at the end of the pool. The answer is the same:
-# which block it is does not matter.
+# the blocks, and your function writes all keys and values of all layers. First the answer with the product's own parts:
+
+# %%
+ask("What is the capital of France?", "paged")
+
+# %% [markdown]
+# Now with yours. `--show-blocks` draws the memory at the end. If your list gives out its last id first, the drawing
+# fills from the end of the pool. The answer stays the same: which block it is does not matter.
 
 # %%
 ask(
@@ -529,11 +534,11 @@ import inspect
 print(inspect.getsource(reference.write_slots))
 
 # %% [markdown]
-# On a GPU a [kernel](../minipaged/paged/kernels.py) takes its place, `write_slots_kernel`. There every token has a
-# program of its own: it loads one slot number, skips -1, and copies the token's heads there. No two tokens have the
-# same slot, so the programs need not wait for each other. Lesson 02b shows how such a kernel is read.
+# On a GPU a [kernel](../minipaged/paged/kernels.py) takes its place, `write_slots_kernel`. It handles all tokens at
+# the same time, each on its own: load one slot number, skip it if it is -1, copy the token's heads there. No two tokens
+# have the same slot, so none has to wait for another. Lesson 02b shows how such a kernel is read.
 #
-# The cost is the same on both: it grows with the number of *new* tokens, not with the size of the pool.
+# In both, the work grows with the number of *new* tokens, not with the size of the pool.
 #
 # ## What would break if...
 #
@@ -592,7 +597,8 @@ print("block", block.item(), "place", place.item(), "· written:", k_pool.flatte
 # ## Measure
 #
 # How large should a block be? Take 200 sequences with lengths from 1 to 1,000, drawn at random but always the same
-# ones, and count the unused slots for several block sizes. A block as long as the limit is lesson 01.
+# ones, and count the unused slots for several block sizes. With blocks of 2048 every sequence fits into one: that is
+# lesson 01.
 
 # %%
 from random import Random
@@ -608,31 +614,43 @@ for block_size in (1, 4, 16, 64, 256, 2048):
     print(f"{block_size:10}  {cache.waste().internal / 200:25.1f}  {entries / 200:17.1f}")
 
 # %% [markdown] given="32,768 40 200"
-# On average half a block is unused per sequence. Small blocks waste less and make longer tables, and every entry has
-# to be made, sent to the GPU and looked up. Blocks of 16 are a common middle: a handful of slots lost, and tables that
-# stay short. There are engines with blocks of 1, and others with 256.
+# While blocks are much shorter than the sequences, about half a block is unused per sequence. Small blocks waste less
+# and make longer tables, and every entry has to be made, sent to the GPU and looked up. Blocks of 16 are a common
+# middle: a handful of slots lost, and tables that stay short. There are engines with blocks of 1, and others with 256.
 #
-# And how many sequences fit at a time? The memory of 32,768 slots, requests of 40 tokens that may generate up to 200.
+# And how many sequences fit at a time? Every request has 40 tokens and may generate up to 200. The memory has 32,768
+# slots. We let requests in until the next one must wait: into lesson 01's memory, into a dense memory that reserves no
+# more than the request may need, and into blocks.
+
 
 # %%
-arena, cache = Arena(num_slots=32768, max_model_len=2048), PagedCache(num_blocks=2048, block_size=16)
-num_dense = num_paged = 0
-while arena.can_admit(40, 200):
-    arena.allocate(num_dense, 40, 200)
-    num_dense += 1
-while cache.can_admit(40, max_slots=239):  # the last generated token needs no slot
-    cache.allocate(num_paged, 40, max_slots=239)
-    num_paged += 1
-print(f"{num_dense} sequences with a reservation of 2,048 each, {num_paged} with blocks")
-print(f"blocks taken: {2048 - cache.pool.num_free} of 2048; promised: {cache.num_promised}")
+def count_admitted(memory, limit):
+    """Let requests of 40 tokens in until the next one must wait, and return how many there are."""
+    num_seqs = 0
+    while memory.can_admit(40, limit):
+        memory.allocate(num_seqs, 40, limit)
+        num_seqs += 1
+    return num_seqs
 
-# %% [markdown] given="200 33"
-# Eight and a half times as many sequences, in the same memory. A larger batch is what keeps a GPU busy while it
-# decodes, as [lesson 00](00_foundation.ipynb) has shown.
+
+cache = PagedCache(num_blocks=2048, block_size=16)
+print("32768 slots; a dense range of 2048 each:", count_admitted(Arena(32768, 2048), 200))
+print("as long as the request may get:", count_admitted(Arena(32768, 2048, "oracle"), 200))
+print("blocks:", count_admitted(cache, 239))  # in slots: the last generated token needs none
+print(f"of 2048 blocks {2048 - cache.pool.num_free} are taken, {cache.num_promised} are promised")
+
+# %% [markdown] given="8.5 33 200"
+# 136 are 8.5 times as many as 16. A larger batch is what keeps a GPU busy while it decodes, as
+# [lesson 00](00_foundation.ipynb) has shown.
 #
-# Read the last line too. Most blocks are not *taken*; they are *promised*. This rung cannot take a block away from a
-# sequence that runs, so it lets one in only if the whole answer would fit. Many answers will be shorter than 200
-# tokens. [Lesson 04](04_batching.ipynb) drops the promise.
+# But be fair to the dense memory. Most of the gain is there as soon as it asks each request for its own limit. Blocks
+# add a little: here the allocator of lesson 01 rounds ranges up to a power of two, and a block table has nothing to
+# round but its last block.
+#
+# So what are blocks good for? Read the last line. Most blocks are not *taken*; they are *promised*. This rung cannot
+# take a block away from a sequence that runs, so it lets one in only if the whole answer would fit. Many answers will
+# be shorter than 200 tokens. A dense range cannot drop such a promise, because it cannot grow later. Blocks can, and
+# [lesson 04](04_batching.ipynb) does it.
 #
 # ## Recap
 #

@@ -4,11 +4,11 @@
 # In [lesson 02a](02a_paged_storage.ipynb) keys and values moved into blocks that may lie anywhere in a pool. To attend,
 # we gathered them: copied them side by side, in the order of the block table. That is easy to believe and slow.
 #
-# This lesson gets rid of the copy. You will build the same attention three times:
+# This lesson gets rid of the copy, in three steps. You will build:
 #
-# 1. in PyTorch, block by block, with a running sum (the *online softmax*);
-# 2. in Triton, first the smallest kernel that can find a key through a block table;
-# 3. then the whole attention kernel.
+# 1. attention in PyTorch, block by block, with running sums (the *online softmax*);
+# 2. in Triton, the smallest kernel that can find a key through a block table;
+# 3. from these two, the attention kernel.
 #
 # You need to know PyTorch and attention. You need not know Triton. No GPU is needed either: without one, kernels run in
 # Triton's interpreter, one program after the other, on the CPU. It is slow, and it computes the same.
@@ -39,15 +39,17 @@ for seq_id, num_tokens in ((0, 3), (1, 2)):
 for seq_id in [0, 1] * 9:
     cache.append(seq_id)
 show(draw_pool(view_cache(cache)), draw_pool_svg(view_cache(cache)))
+print("block tables:", {"AB"[seq_id]: table.block_ids for seq_id, table in cache.tables.items()})
 
 # %% [markdown] given="40 100 148"
 # ## The problem, measured
 #
-# When a token is generated, its query must meet all keys and values of its sequence, in every layer. In a cache that
-# is all the work there is: read each key and each value once. How much does gathering read and write?
+# When a token is generated, its query must meet all keys and values of its sequence, in every layer. Each key and each
+# value has to be read once; less is not possible. How much does gathering read and write?
 #
 # On a CPU the project gathers the whole batch at once, padded to the longest sequence, and then calls PyTorch's
-# attention. We look over its shoulder and count the tokens that it copies.
+# attention. We look over its shoulder and count the tokens that it copies. (`make_paged_inputs` makes random queries
+# and pools for sequences of given lengths. PyTorch shows every operation to a *dispatch mode* before it is done.)
 #
 # > **Predict.** Four sequences of 1, 40, 7 and 100 tokens. They have 148 tokens together. How many tokens does the
 # > gather copy?
@@ -78,9 +80,10 @@ needed, copied = sum(lengths), count.copied // 2  # keys and values are copied a
 print(f"tokens in the cache: {needed}; copied: {copied}")
 print(f"moved: {copied} read, {copied} written, {copied} read again = {3 * copied / needed:.1f} times what is needed")
 
-# %% [markdown]
-# Every copy is read from the pool, written to a buffer, and read again from there. Decoding is limited by how fast
-# memory can be read, so this is about the factor by which gathering slows attention down.
+# %% [markdown] given="100"
+# Four rows, each padded to 100 tokens. Every copy is read from the pool, written to a buffer, and read again from
+# there: without any padding that would still be 3 times what is needed. Attention of one new token is limited by how
+# fast memory can be read, so on a GPU gathering would slow it down by about such a factor.
 #
 # So: no copy. Read each key where it lies, use it, forget it.
 #
@@ -103,7 +106,7 @@ table, seq_len = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([4], dt
 right = paged_attention(torch.ones(1, 1, 1), k_pool, v_pool, table, seq_len, scale=1.0)
 print(f"weights 1, 1, 3, 1 of 6: (1*1 + 1*2 + 3*3 + 1*4) / 6 = 16 / 6 = {right.item():.3f}")
 
-# %% [markdown] given="90 32"
+# %% [markdown] given="90"
 # ## The idea
 #
 # Do not divide until the end. Keep two running sums over the keys seen so far:
@@ -114,8 +117,8 @@ print(f"weights 1, 1, 3, 1 of 6: (1*1 + 1*2 + 3*3 + 1*4) / 6 = 16 / 6 = {right.i
 # After the last block, `acc / total` is the result. For the example: `total` is 2 after block 0 and 6 after block 1;
 # `acc` is 3 and then 16.
 #
-# One more thing. A score of 90 can happen, and exp(90) is too large for a 32-bit float; in 16 bits exp(12) is
-# too large already. So softmax subtracts the largest score from all others first. A loop over blocks does not know the
+# One more thing. A score of 90 can happen, and exp(90) is too large for a float32; for a float16 exp(12) is too large
+# already. So softmax subtracts the largest score from all others first. A loop over blocks does not know the
 # largest score yet. It uses the largest **so far**, `top`, and when a larger one comes, it corrects:
 #
 # - all old weights were computed as exp(score - old top);
@@ -201,6 +204,8 @@ checks.check_add_block(add_block)
 # NaN. So those slots must not be read, or must be replaced.
 #
 # ### Exercise 2: walk the blocks
+#
+# It calls the `add_block` of exercise 1. While that one is open, this one says "not yet" too.
 
 
 # %% tags=["exercise"]
@@ -259,7 +264,8 @@ checks.check_walk_blocks(walk_blocks)
 
 # %% [markdown]
 # Nothing stands in the way of trying it on the real model. Its `paged_attention` is now your function, called once per
-# layer and generated token.
+# layer in every decode step. (The first token of the answer comes without it. The step that runs the prompt attends to
+# the keys it has just computed, and needs no table.)
 
 # %%
 ask("What is the capital of France?", "paged", max_tokens=12, paged_attention=walk_blocks)
@@ -271,7 +277,7 @@ ask("What is the capital of France?", "paged", max_tokens=12, paged_attention=wa
 # way to write that body in Python. (It exists for Linux. Elsewhere, go on with this lesson in a hosted notebook.)
 #
 # **Step 1: programs.** A Triton kernel is a function that is started many times. Each run is a *program*, and asks who
-# it is with `tl.program_id`. How many there are along each axis is said when the kernel is launched, in square
+# it is with `tl.program_id(axis)`. How many there are along each axis is said when the kernel is launched, in square
 # brackets: that is the *grid*. A tensor given to a kernel arrives as a pointer to its first element; `tl.store(pointer
 # + i, x)` writes element i.
 #
@@ -300,8 +306,8 @@ print(out.tolist())
 #
 # **Step 2: tiles and masks.** A program does not handle one number at a time. `tl.arange(0, 8)` is eight numbers at
 # once, and `tl.load(pointer + tl.arange(0, 8))` loads eight elements. Such a group is a *tile*. Its size must be a
-# power of two and known when the kernel is compiled: that is what `tl.constexpr` says. A *mask* says which elements
-# exist: elsewhere nothing is read, and `other` takes the place.
+# power of two, and it must be known when the kernel is compiled: `tl.constexpr` marks such a parameter. A *mask* says
+# which elements exist: elsewhere nothing is read, and `other` takes the place.
 #
 # > **Predict.** A row holds the numbers 1 to 6, then two NaN. What is the sum of its tile of 8 with the mask
 # > `place < 6`? And without?
@@ -452,9 +458,12 @@ def no_keys(TILE_GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 # %% [markdown]
-# And this is `add_block` in Triton. Compare it with yours line by line: `tl.dot` is `@`. Only one thing is new. A tile
-# always has all its keys, also where the sequence has ended. Those scores are **replaced** by -inf, so their weight is
-# exp(-inf) = 0.
+# And this is `add_block` in Triton. Compare it with yours line by line: `tl.dot` is `@`, and `tl.trans` is `.T`. One
+# idea is new. A tile always has all its keys, also where the sequence has ended. Those scores are **replaced** by -inf,
+# so their weight is exp(-inf) = 0.
+#
+# Two details are about number types. `tl.dot` wants both sides in one type, so the weights take that of the values.
+# And `"ieee"` asks for full float32 products; a GPU would round the factors first.
 
 
 # %%
@@ -501,7 +510,7 @@ def paged_kernel(
 
     The body of the loop takes tokens `start` to `start + TILE_KEYS - 1` into the state:
     1. `token = start + tl.arange(0, TILE_KEYS)`, and `is_there = token < seq_len`.
-    2. Look up blocks in `table_ptr`, compute `slot` and the places of the keys, as in exercise 3.
+    2. Look up blocks in `table_ptr`, compute `slot` and the places of the keys, as in exercise 3. (Make `dim` again.)
     3. Load the tile of keys from `k_pool_ptr` and that of values from `v_pool_ptr`: the places are the same.
     4. `top, total, acc = add_tile(q, k, v, is_there, scale, top, total, acc)`
     """
@@ -521,7 +530,7 @@ def paged_kernel(
 #
 # Copy the lines from `is_there` to the load out of your `gather_kernel`. Rename `pool_ptr` to `k_pool_ptr`, write the
 # load a second time for `v_pool_ptr`, and end with the line of point 4. Nothing is stored inside the loop.
-# `kv_head`, `seq_len` and `table_ptr` are there already; `dim = tl.arange(0, HEAD_DIM)` is not.
+# `kv_head`, `seq_len` and `table_ptr` are there already; `dim` is not.
 #
 # </details>
 #
@@ -564,7 +573,8 @@ checks.check_paged_kernel(paged_kernel)
 #
 # A **launcher** is the plain Python function around a kernel. It looks at shapes, makes room for the result and chooses
 # the grid and the tiles. Usually it launches the kernel itself, with the grid in square brackets as in step 1. Here
-# `checks.launch` does that; it only adds that an error inside your kernel is shown as it is.
+# `checks.launch` does that. It adds two things: an open kernel is "not yet", and an error inside your kernel is shown
+# as it is.
 #
 # Note `contiguous()`. The kernel computes places by itself, so a tensor with gaps between its rows would be read
 # wrongly, and no error would say so.
@@ -609,8 +619,9 @@ ask("What is the capital of France?", "paged", *dtype, max_tokens=30 if is_gpu e
 # | pieces of the sequence, folded from left to right | several programs may then share a long sequence |
 # | zeros for a sequence without tokens | 0 / 0 is NaN |
 #
-# The loop over tiles is shared with the kernel of lesson 01. There, the place of a tile is start times row length;
-# here, it comes from the table. Nothing else differs.
+# The [kernel of lesson 01](../minipaged/contiguous/kernels.py) walks the same tiles, and calls the same function to
+# take one in. There, a tile begins `start` tokens behind the beginning of the sequence's row; here, each of its tokens
+# is looked up. Nothing else differs.
 #
 # ## What would break if...
 #
@@ -626,11 +637,34 @@ print(f"the mean of the blocks: {own.mean().item():.3f}")
 print(f"sums added, nothing faded: {((weights * values).sum() / weights.sum()).item():.3f}")
 print(f"right: {right.item():.3f}")
 
+# %% [markdown]
+# None of the wrong numbers looks wrong. They lie between the values, and there is no NaN and no error. What would the
+# model say? Here is the third way, for the whole of attention.
+
+
+# %%
+def nothing_fades(q, k_pool, v_pool, block_tables, seq_lens, *, scale, window):
+    block_size, group = k_pool.shape[1], q.shape[1] // k_pool.shape[2]
+    out = torch.empty_like(q)
+    for b, length in enumerate(seq_lens.tolist()):
+        total = acc = 0
+        for i in range(-(-length // block_size)):
+            block = [pool[block_tables[b, i], : length - i * block_size].float() for pool in (k_pool, v_pool)]
+            keys, values = (rows.repeat_interleave(group, dim=1) for rows in block)  # [n, H, D]
+            scores = torch.einsum("hd,nhd->hn", q[b].float(), keys) * scale
+            weights = torch.exp(scores - scores.max(-1, keepdim=True).values)  # the top of this block alone
+            total, acc = total + weights.sum(-1), acc + torch.einsum("hn,nhd->hd", weights, values)
+        out[b] = acc / total[:, None]
+    return out
+
+
+# %%
+ask("What is the capital of France?", "paged", max_tokens=12, paged_attention=nothing_fades)
+
 # %% [markdown] given="2,048 2049"
-# None of the wrong numbers looks wrong. They lie between the values, and there is no NaN and no error. Text from such a
-# model reads well for some words and then drifts off. While a sequence has only one block, all of them are right, so a
-# short test sees nothing. `test_paged_attention_agrees_with_exact_attention` in
-# [`tests/kernels/test_decode_attention.py`](../tests/kernels/test_decode_attention.py) has cases with many blocks.
+# Real words, no error, and no answer. (The random model, if it stands in, gives no words.) While a sequence has only
+# one block, all three ways are right, so a short test sees nothing. `test_paged_attention_agrees_with_exact_attention`
+# in [`tests/kernels/test_decode_attention.py`](../tests/kernels/test_decode_attention.py) has cases with many blocks.
 #
 # **... the block table were converted together with everything else?** Somebody writes `.to(torch.float16)` over all
 # inputs of a step.
@@ -668,7 +702,7 @@ except AssertionError as error:
 # ## Measure: what does paging cost?
 #
 # Three looks at it. First, the **bits**: the product's kernels of lesson 01 (dense rows) and of this lesson (blocks
-# anywhere) get the same tokens.
+# anywhere) get the same tokens in both layouts.
 
 # %%
 from minipaged.contiguous.ops import contiguous_attention
@@ -681,7 +715,8 @@ for name, lengths, block_size in (("blocks of 16", (15, 16, 17, 33), 16), ("bloc
 
 # %% [markdown] given="128"
 # Second, the **bytes**. Take a model with 8 KV heads of size 128 in 16-bit numbers, and blocks of 16. Per block, each
-# of the eight programs reads one id of four bytes more than it would from a dense row.
+# of the eight programs needs one id of four bytes that it would not need for a dense row. (All tokens of the block ask
+# for it, in one load, from one address.)
 
 # %%
 SLOTS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -693,8 +728,8 @@ print(f"a key of one head: {HEAD_DIM * 2} bytes in one piece, in blocks as in a 
 # %% [markdown]
 # The second line is the deeper reason. A GPU fetches memory in pieces of some dozens of bytes. A key of one head is in
 # one piece in both layouts, and the next key of the *same head* is a whole token further on in both. Whether that is
-# the neighbouring slot or one far away makes no difference to the memory. What would make one is waiting for the id
-# before asking for the key; hence the lookup one tile ahead.
+# the neighbouring slot or one far away makes little difference to the memory. What would make one is waiting for the
+# id before asking for the key; hence the lookup one tile ahead.
 #
 # Third, the **time**, on a real GPU. Timings differ from machine to machine, so this lesson measures none. The project
 # keeps [its own measurements](../docs/kernels/speed.md) with the machine and the versions. Only ratios are read from
@@ -717,12 +752,12 @@ for name in ("decode 64 x 4,096", "decode 64 x 1,024", "decode 1 x 32,768") if u
     print(f"{name}: paged takes {us[name]['paged'] / us[name]['sdpa']:.2f} of PyTorch's attention over dense rows")
 
 # %% [markdown]
-# Blocks in any order cost about as much as blocks side by side, and 64 sequences through block tables take as long as
-# PyTorch's own attention over dense rows. Paging is free there.
+# Blocks in any order cost about as much as blocks side by side. And 64 sequences through block tables take about as
+# long as PyTorch's own attention over dense rows, which looks nothing up. Paging is as good as free there.
 #
-# The last line is not free, and it is honest to look at it: **one** sequence of 32,768 tokens. It has nothing to do
-# with paging. Our grid has one program for each KV head and sequence, so one sequence keeps a handful of programs busy,
-# and most of the GPU has nothing to do. [Lesson 04](04_batching.ipynb) lets several programs share a sequence.
+# The last line is not: **one** sequence of 32,768 tokens is far slower. That has nothing to do with paging. Our grid
+# has one program for each KV head and sequence, so one sequence keeps a handful of programs busy, and most of the GPU
+# has nothing to do. [Lesson 04](04_batching.ipynb) lets several programs share a sequence.
 #
 # ## Recap
 #

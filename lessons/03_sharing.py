@@ -33,13 +33,14 @@ print({letter(seq_id): table.block_ids for seq_id, table in paged.tables.items()
 
 # %% [markdown] given="16"
 # A, B and C each have two blocks. The pool cannot know it, but blocks 0, 2 and 4 hold the same bits: the keys and
-# values of a token depend on the tokens before it and on nothing else, and those are equal. So do blocks 1, 3 and 5.
+# values of a token depend on that token and on those before it, and on nothing else, and the
+# tokens are equal. So blocks 1, 3 and 5 hold the same bits too.
 #
 # ## The problem, measured
 #
 # People ask for several answers to one prompt all the time: samples to choose from, the best of several, a beam search,
-# `/fork` in our chat. Prompts are long and answers short. Here are eight answers to a prompt of a thousand tokens, in
-# blocks of 16.
+# `/fork` in our chat. Often the prompt is long and the answers are short. Here are eight answers to a prompt of a
+# thousand tokens, in blocks of 16.
 
 # %%
 cache = PagedCache(num_blocks=1000, block_size=16)
@@ -58,7 +59,8 @@ print(f"{7 * 1000} of {8 * 1032} keys and values are in the pool already, in ano
 # > prompt of 40 tokens, three sequences, and each writes 8 tokens of its own behind the prompt. How many blocks are in
 # > use at the end? How many would it be without sharing? How many blocks had to be copied on the way?
 #
-# The next cell runs it on the real bookkeeping of this rung. It knows no tensors; it only keeps the books.
+# The next cell runs it on the real bookkeeping of this rung. It knows no tensors; it only keeps the books. As on the
+# rung before, `allocate` promises room before anything is written: here for three sequences of up to `max_slots` each.
 
 # %%
 cache = SharingCache(num_blocks=20, block_size=16)
@@ -69,11 +71,12 @@ for _ in range(8):
     for seq_id in (0, 1, 2):
         cache.append(seq_id)
 print(cache.sharing())
+show(draw_pool(view_cache(cache)), draw_pool_svg(view_cache(cache)))
 
 # %% [markdown]
 # Five blocks, where nine would be needed. The prompt fills two blocks and half of a third. The two full ones are shared
-# by all. In the third, all three want to write different things behind the prompt, so each needs a block of its own.
-# That makes two copies and not three: the last of the three can have the old block.
+# by all, and drawn hatched. In the third, all three want to write different things behind the prompt, so each needs a
+# block of its own. That makes two copies and not three: the last of the three can have the old block.
 #
 # ## The idea
 #
@@ -84,13 +87,15 @@ print(cache.sharing())
 # | a block is taken from the pool | its count is one |
 # | a sequence is **forked** | the child gets a copy of the block *table*; each block in it counts one more |
 # | a sequence is **freed** | each of its blocks counts one less; at zero the block is free |
-# | a sequence **writes** into a block that counts above one | it takes a new block and copies; the old counts less |
+# | a sequence **writes** into a block that counts over one | it takes a new block and copies; the old counts one less |
 #
 # The last rule is copy-on-write. Operating systems do the same with the memory of a process that forks, and the words
-# come from there. The [PagedAttention paper](https://arxiv.org/abs/2309.06180) brought it to keys and values.
+# come from there. The [PagedAttention paper](https://arxiv.org/abs/2309.06180) brought it to keys and values, and vLLM
+# began with it. In today's vLLM each sample is a request of its own that finds the prompt's full blocks by their
+# content, which is [lesson 05](05_prefix.ipynb), and beam search runs outside the engine.
 #
 # Two things make it cheap. A sequence only ever writes behind its last token, so **a full block is never written
-# again** and never copied. And only the last block can be part-full, so **a fork costs at most one block copy**,
+# again** and never copied. And only the last block can be part-full, so **each fork costs at most one block copy**,
 # however long the prompt is.
 #
 # ## By hand
@@ -360,7 +365,7 @@ print(matches_alone(results))
 # with two good continuations forks. A beam with none is dropped, and its blocks are freed.
 #
 # `BeamSearch` decides who lives. It knows only numbers, so it runs by hand. Take a vocabulary of three tokens and two
-# beams. The first token has the probabilities below. Tokens one and two win.
+# beams. The first token has the probabilities below; the two best live on.
 
 # %%
 from minipaged.sharing.beam import BeamSearch
@@ -371,18 +376,20 @@ print([(beam.token_ids, round(beam.cumulative_logprob, 2)) for beam in search.li
 
 # %% [markdown] given="0.5 0.3 0.1 0.4"
 # Beam 0 has probability 0.5, beam 1 has 0.3. (The numbers printed are logarithms.) Each entry of the first line is
-# (parent, token).
+# (parent, token): both come from the prompt, which is parent 0, and took the tokens 1 and 2.
 #
-# > **Predict.** After beam 0, the next token has the probabilities 0.1, 0.5, 0.4. After beam 1 they are 0.4, 0.3, 0.3.
+# > **Predict.** After beam 0, the next token has the probabilities 0.5, 0.1, 0.4. After beam 1 they are 0.3, 0.3, 0.4.
 # > Which two continuations live on? Which beam forks, and which one is dropped?
 
 # %%
-print(search.advance(torch.tensor([[0.1, 0.5, 0.4], [0.4, 0.3, 0.3]]).log()))
-print("all six:", [[round(p * q, 2) for q in row] for p, row in ((0.5, (0.1, 0.5, 0.4)), (0.3, (0.4, 0.3, 0.3)))])
+after_beam_0, after_beam_1 = [0.5, 0.1, 0.4], [0.3, 0.3, 0.4]
+print(search.advance(torch.tensor([after_beam_0, after_beam_1]).log()))
+print("all six:", [[round(p * q, 2) for q in row] for p, row in ((0.5, after_beam_0), (0.3, after_beam_1))])
 
 # %% [markdown]
-# 0.25 and 0.2 are the best two, and both come from beam 0. It goes on as its own first child and forks once for the
-# second. Beam 1 is dropped. Its blocks go back **before** the others write, since those may be the ones they need.
+# 0.25 and 0.2 are the best two: token 0 and token 2, both after beam 0. Beam 0 goes on as its own first child and forks
+# once for the second. Beam 1 is dropped. Its blocks go back **before** the others write, since those may be the ones
+# they need.
 #
 # Here is a search of the real model, three beams wide. Watch who shares what.
 
@@ -401,10 +408,11 @@ print(outputs[0].result.text or outputs[0].result.token_ids)
 
 # %% [markdown]
 # Letters come and go: a new letter is a fork, a missing one was dropped. Often two tables agree in more than the
-# prompt, because both beams come from one parent a few tokens ago. Nobody arranged that. It follows from the counts.
+# prompt, because both beams come from one parent a few tokens ago. Nobody arranged that. It follows from the four
+# rules.
 #
-# Copies happen only where a fork falls into a part-full block. Before PagedAttention, an engine copied the *whole*
-# cache of a beam at such a step.
+# Copies happen only where a fork falls into a part-full block. Where every beam has a dense range of its own, as in
+# [lesson 01](01_contiguous.ipynb), a fork copies *all* keys and values of the beam.
 #
 # ## Your version in the real chat
 #
@@ -428,7 +436,8 @@ ask("Write one sentence about the moon.", "sharing", "--fork", "3", "--num-block
 # [`sharing/reference.py`](../minipaged/sharing/reference.py) is the two lines you have just written.
 # [`sharing/kernels.py`](../minipaged/sharing/kernels.py) is the Triton kernel. There is no arithmetic in it. Its grid
 # has three axes: a program copies a piece of **one pair's block, in one plane**, and all of them run in any order. That
-# is allowed because no target is also a source; the bookkeeping sees to it, and its `check()` asserts it.
+# is allowed because no target stands twice or is also a source. The bookkeeping sees to it: a target is a new block,
+# and `check()` asserts that one sequence alone has it.
 #
 # The next cell runs the kernel on a small pool, in Triton's interpreter if this machine has no GPU.
 
@@ -460,6 +469,8 @@ except UserError as error:
 #
 # **... nobody copied?** One line takes the copy-on-write away: all three samples write into the same slot, and the last
 # one wins. Nothing crashes.
+#
+# > **Predict.** Which of the three samples are still what they would be alone?
 
 # %%
 with use(prepare_write=lambda cache, seq_id: None):
@@ -468,9 +479,10 @@ print([result.text or result.token_ids for result in broken])
 print(matches_alone(broken))
 
 # %% [markdown]
-# The answers still read like language, and that is what makes this bug so bad: two of the three samples went on from
-# keys and values that belong to another one. The test that catches it compares with solo runs, as you did above:
-# `test_every_child_equals_a_solo_run_with_its_seed` in `tests/sharing/test_generate.py`.
+# Only the last one: nobody wrote over it. With the default model the wrong answers still read like language. That is
+# what makes this bug so bad: two of the three samples went on from keys and values that belong to another one. The test
+# that catches it compares with solo runs, as you did above: `test_every_child_equals_a_solo_run_with_its_seed` in
+# `tests/sharing/test_generate.py`.
 #
 # **... the old reference was not given back?** Engines have had this bug in both directions: a reference freed twice,
 # and one that was never freed. Here is the second.
@@ -504,9 +516,11 @@ with use(prepare_write=leak):
         print(f"{num_copies} copies; nobody runs any more, and {books.pool.num_free} of 16 blocks are free")
 
 # %% [markdown]
-# All answers are right, and yet the pool shrinks by a block with every request, until nothing fits any more. Tests of
-# answers cannot see it. `test_small_random_walks_lose_no_block_and_change_no_token` in `tests/sharing/test_cache.py`
-# can: it forks, writes and frees at random, and after every step `check()` compares each count with the tables.
+# The count of the old block stays at three. So the third sequence copies too, and then nobody is left who could give
+# the old block back. All answers are right, and yet the pool shrinks by a block with every request, until nothing fits
+# any more. Tests of answers cannot see it. `test_small_random_walks_lose_no_block_and_change_no_token` in
+# `tests/sharing/test_cache.py` can: it forks, writes and frees at random, and after every step `check()` compares each
+# count with the tables.
 #
 # ## Measure
 #
@@ -540,8 +554,8 @@ for num_prompt_tokens in (8, 40, 200, 1000):
 
 # %% [markdown]
 # With a short prompt there is nothing to share: no full block, so no saving. With a long one the ratio goes towards
-# four, the number of samples. The copies stay at three: one less than the samples, whatever the prompt. The prompt is
-# also *computed* once and not four times, which for long prompts is worth as much as the memory.
+# four, the number of samples. The copies stay at three: one less than the samples, wherever the prompt ends within a
+# block. The prompt is also *computed* once and not four times.
 #
 # ## Recap
 #

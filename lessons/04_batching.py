@@ -6,14 +6,15 @@
 # the batch **anew at every step**: requests join and leave, long prompts are cut into pieces, and when memory runs out
 # somebody is sent away and comes back later.
 #
-# You write the plan of a step, the rule for who is sent away, and the rows that a ragged kernel reads. At the end the
-# real engine runs by your plan.
+# You write the plan of a step, the rows that a ragged kernel reads, the rule for who is sent away, and the choice
+# between two ways back. At the end the real engine runs by your plan.
 #
 # ## Where we are
 #
 # All rungs so far run **static batches**. A batch is formed, it runs until its longest member has ended, and then the
 # next one is formed. Below is the engine of [lesson 03](03_sharing.ipynb) with six requests. Each has a prompt of 4
-# tokens. Their answers have 2, 6, 3, 4, 2 and 1 tokens. The pool has room for three of them.
+# tokens. Their answers have 2, 6, 3, 4, 2 and 1 tokens. The pool has room for three of them at a time. A place in the
+# batch is called a **seat** here.
 
 # %%
 from minipaged import LLM, SamplingParams, UserError, use
@@ -42,7 +43,7 @@ print(f"{view.num_steps} steps, {view.num_idle} seats idle")
 # %% [markdown]
 # A column is a step, that is, one pass through the model. Requests 0, 1 and 2 start together. Request 0 ends after two
 # steps and request 2 after three. Request 1 goes on to its sixth, and the seats of the others stay empty. Requests 3, 4
-# and 5 wait, although there is room for them.
+# and 5 wait to the end of the batch, although there has been room again since request 0 ended.
 #
 # ## The problem, measured
 #
@@ -50,8 +51,8 @@ print(f"{view.num_steps} steps, {view.num_idle} seats idle")
 # the shortest. Real answers differ far more, and then a static batch is mostly idle.
 #
 # > **Predict.** Let a request enter as soon as a seat is free: the one that ends makes room in the *next* step. There
-# > are three seats, and the order is that of the numbers. How many steps do the six requests take? How many seats are
-# > idle?
+# > are three seats (`max_num_seqs`), and the order is that of the numbers. How many steps do the six requests take? How
+# > many seats are idle?
 #
 # Draw it on paper before you run the next cell. It is the next engine, with the same model, memory and requests.
 
@@ -81,9 +82,10 @@ print(f"{view.num_steps} steps of 3 seats, {view.num_idle} idle, for {sum(length
 # ```
 #
 # The one who decides is the `Scheduler`. It has two collections, `waiting` and `running`, and the books of the cache.
-# It knows neither model nor tensors. At every step it makes a `Plan`: which tokens of which sequences go through the
-# model, and into which slots. The engine carries the plan out and reports the new tokens. So we can run the real
-# scheduler without a model, with tokens that are made up.
+# It knows neither model nor tensors. At every step it makes a `Plan`: a list of **chunks**. A chunk says which tokens
+# of a sequence go through the model, and into which slots. If it ends with the sequence's newest token, it is
+# *sampled*: the model gives the next one. The engine carries the plan out and reports those tokens. So we can run the
+# real scheduler without a model, with tokens that are made up.
 
 
 # %%
@@ -109,11 +111,11 @@ def play(scheduler: Scheduler, requests: list[tuple[int, int, int]]):
 # %% [markdown]
 # ## By hand
 #
-# One step has a **token budget**, `max_num_batched_tokens`. Tokens of prompts and tokens of answers count alike,
-# because they cost the model alike: each is one row of its matrices. The rules, in this order:
+# A step has a **token budget**, `max_num_batched_tokens`. Tokens of prompts and tokens of answers count alike, because
+# to the model's large matrices they are alike: each is one row. The rules, in this order:
 #
 # 1. Whoever decodes gets one token.
-# 2. Prompts that have entered go on, with what is left of the budget. A piece of a prompt is called a **chunk**.
+# 2. Prompts that have entered go on, with what is left of the budget. So a prompt may take several chunks.
 # 3. New requests enter, first come, first served, while there are seats, tokens and blocks.
 #
 # The last token of a prompt gives the first token of the answer, in the same step.
@@ -129,8 +131,8 @@ show(draw_timeline(view), draw_timeline_svg(view))
 
 # %% [markdown] given="40 100 16"
 # Step one: the whole prompt of request 0, and two tokens of the next one's. Step two: request 0 decodes, request 1 gets
-# its other three, and request 2 enters with the one token that is left. Nobody ever waits for a long prompt; a long
-# prompt waits for itself.
+# its other three, and request 2 enters with the one token that is left. Whoever decodes never waits for a long prompt.
+# Those behind it in the queue do.
 #
 # ## Why prompts are cut
 #
@@ -156,8 +158,11 @@ for budget in (100, 16):
 #
 # ## Padding saves no blocks
 #
-# A habit from training: pad all prompts of a batch to one length. Many people hope that paging makes padding cheap, or
-# even that equal lengths save blocks. Count it. Three prompts of 5, 9 and 16 tokens, blocks of 4.
+# A habit from training: pad all prompts of a batch to one length. One could hope that paging makes padding cheap, or
+# even that equal lengths save blocks.
+#
+# > **Predict.** Three prompts of 5, 9 and 16 tokens, blocks of 4. How many blocks do they take as they are, and how
+# > many padded to the longest?
 
 
 # %%
@@ -179,8 +184,8 @@ print("padded:     ", cost([16, 16, 16]))
 # ## What paging adds
 #
 # The scheduler works over any cache. Over the arena of [lesson 01](01_contiguous.ipynb), where every sequence reserves
-# one dense range, it is Orca. Over the block pool it is vLLM. The same memory of 64 slots, the same six requests with
-# prompts of 4 tokens; the model's limit is 32 tokens.
+# one dense range, it works as Orca did. Over the block pool it works as vLLM does. The same memory of 64 slots, the
+# same six requests with prompts of 4 tokens; the model's limit is 32 tokens.
 
 
 # %%
@@ -211,10 +216,11 @@ for name, cache in (("arena", ArenaCache(64, 32)), ("pool", BatchingCache(16, 4)
 show(draw_waste(views), draw_waste_svg(views))
 
 # %% [markdown]
-# The pool gives blocks to tokens that exist. That is also a **bet**: a request enters when the blocks of its *prompt*
-# are free, and nobody knows how long its answer will be. [Lesson 03](03_sharing.ipynb) promised every request its worst
-# case. Here nothing is promised, so more can enter, and one day the pool is empty in the middle of an answer. What
-# happens then comes after your plan of a step.
+# Both hold ten tokens. The arena has all its slots taken for them: 12 wait for answers that will come, and 42 will
+# never be used. The pool gives blocks to tokens that exist. That is also a **bet**: a request enters when the blocks of
+# its *prompt* are free, and nobody knows how long its answer will be. [Lesson 03](03_sharing.ipynb) promised every
+# request its worst case. Here nothing is promised, so more can enter, and one day the pool is empty in the middle of an
+# answer. What happens then comes after your plan of a step.
 #
 # ## Build it: the plan of a step
 #
@@ -222,11 +228,11 @@ show(draw_waste(views), draw_waste_svg(views))
 #
 # | call | what it does |
 # |---|---|
-# | `scheduler._decode(plan)` | one token for every sequence that decodes; sends requests away if blocks run out |
-# | `scheduler._prefill(group, plan)` | as much of one request's prompt as the step has tokens left |
-# | `scheduler._admit(plan)` | lets waiting requests enter, in their order, and gives them their first chunk |
+# | `scheduler.plan_decode(plan)` | one token for every sequence that decodes; sends requests away if blocks run out |
+# | `scheduler.plan_prefill(group, plan)` | as much of one request's prompt as the step has tokens left |
+# | `scheduler.plan_admission(plan)` | lets waiting requests enter, in their order, and gives them their first chunk |
 #
-# `scheduler.running` are the requests that have entered, in the order of their turn, and `group.is_decoding` says
+# `scheduler.running` holds the requests that have entered, in the order of their turn, and `group.is_decoding` says
 # whether a request has its prompt behind it. (A request is called a *group* here: it may have several samples.)
 #
 # What is left for you is the order, and one trap. When a request has just been sent away, its blocks are free for a
@@ -247,7 +253,8 @@ def my_plan_step(scheduler: Scheduler) -> Plan:
 # <details>
 # <summary>Hint</summary>
 #
-# Note `len(scheduler.running)` before you call anything. Only `_decode` can make it smaller, and only `_admit` larger.
+# Note `len(scheduler.running)` before you call anything. Only `plan_decode` can make it smaller, and only
+# `plan_admission` larger.
 #
 # </details>
 #
@@ -258,12 +265,12 @@ def my_plan_step(scheduler: Scheduler) -> Plan:
 # def my_plan_step(scheduler: Scheduler) -> Plan:
 #     plan = Plan()
 #     num_running = len(scheduler.running)
-#     scheduler._decode(plan)
+#     scheduler.plan_decode(plan)
 #     for group in scheduler.running:
 #         if not group.is_decoding:
-#             scheduler._prefill(group, plan)
+#             scheduler.plan_prefill(group, plan)
 #     if len(scheduler.running) == num_running:
-#         scheduler._admit(plan)
+#         scheduler.plan_admission(plan)
 #     return plan
 # ```
 #
@@ -349,8 +356,8 @@ print([round(x, 2) for x in out.flatten().tolist()])
 
 # %% [markdown] given="14"
 # Query `i` of `n` stands at position `seq_len - n + i` and sees everything up to there. The first token of the chunk
-# sees five values and the second six. A chunk is causal **inside** and sees the whole cache **before** it. So a prompt
-# gives the same result however it is cut. One call serves prompts, chunks and decodes.
+# sees five values and the second six. A chunk is causal **inside** and sees all of its sequence **before** it. So a
+# prompt gives the same result however it is cut, but for rounding. One call serves prompts, chunks and decodes.
 #
 # ## When the pool is empty
 #
@@ -383,7 +390,8 @@ print(f"{scheduler.num_preemptions} preemption, {view.num_tokens} tokens compute
 #   one is first. Everybody gets done.
 # - **It comes back at its old place** in the queue, and only if everybody can still grow by a block after that.
 #   Otherwise it would be sent away again at once.
-# - **All or nothing.** A request's samples leave and return together. They share blocks, and half of them is no use.
+# - **All or nothing.** A request's samples leave and return together. They share blocks, so sending one away would free
+#   little.
 #
 # ## Build it: who is sent away
 #
@@ -440,8 +448,9 @@ for policy in ("recompute", "swap"):
 
 # %% [markdown]
 # Recompute pays for every **token**, swap for every **block**, twice. Which one is cheaper depends on the model and the
-# machine. A prefill is fast on a GPU, and the bus to the CPU is slow. But large models take long for a token. So
-# the engine's policy "auto" compares the two. Write that comparison.
+# machine. A prefill is fast on a GPU, and the bus to the CPU is slow. But large models take long for a token. So our
+# engine's policy "auto" compares the two. (vLLM had both ways at first; today it only recomputes.) Write the
+# comparison.
 
 
 # %% tags=["exercise"]
@@ -536,15 +545,16 @@ except NotYet:
 # ## Reference to kernel
 #
 # [`batching/reference.py`](../minipaged/batching/reference.py) has the loop that you can read: sequence by sequence,
-# gather the keys through the block table, mask, softmax. [`batching/kernels.py`](../minipaged/batching/kernels.py) is
-# the kernel. A step has two kinds of rows that want different programs, so there are two:
+# gather the keys through the block table, mask, softmax. In [`batching/kernels.py`](../minipaged/batching/kernels.py)
+# it is done by kernels. A step has two kinds of rows that want different programs:
 #
-# - **one query** (decode): a program for each sequence and KV head, as in [lesson 02b](02b_paged_kernel.ipynb);
+# - **one query** (decode): a program for each sequence and KV head, as in [lesson 02b](02b_paged_kernel.ipynb), or
+#   several that share a sequence where there are few;
 # - **two or more queries** (a prompt or a chunk): a program for each *tile* of queries, which reads each key once for
 #   all of them.
 #
-# Which row is which stands in `query_starts`, on the GPU. Both kernels start for all rows, and a program that finds no
-# work of its kind ends at once. Here is the kernel on a chunk and two decodes, beside the loop.
+# Which sequence is of which kind stands in `query_starts`, on the GPU. So both kinds of program start for all of them,
+# and one that finds no work ends at once. Here they are on a chunk and two decodes, beside the loop.
 
 # %%
 import os
@@ -566,7 +576,7 @@ right = loop(q, *pools, tables, query_starts, seq_lens, scale=0.25, window=None)
 try:
     require_triton(device)
     out = ragged_paged_attention(q, *pools, tables, query_starts, seq_lens, tier="triton")
-    print("kernel equals loop:", torch.allclose(out, right, atol=1e-5))
+    print("kernels equal the loop:", torch.allclose(out, right, atol=1e-5))
 except UserError as error:
     print(error)
 
@@ -576,8 +586,8 @@ except UserError as error:
 # **... the oldest were sent away?** It holds the most blocks, so that looks clever. Below, request 0 wants to say 30
 # tokens in a pool of 12 blocks, and new requests keep coming.
 #
-# > **Predict.** If it is never sent away, request 0 needs 30 steps and computes 37 tokens. How many steps and tokens
-# > are they if always the oldest is sent away? Guess.
+# > **Predict.** If it is never sent away, request 0 needs 30 steps and computes 37 tokens: its prompt of 8, and all of
+# > its answer but the last. How many steps and tokens are they if always the oldest is sent away? Guess.
 
 
 # %%
@@ -593,7 +603,8 @@ def keep_busy(scheduler: Scheduler) -> None:
 
 # %%
 def serve_first(choose_victim) -> str:
-    scheduler = Scheduler(BatchingCache(num_blocks=12, block_size=4), 8, preemption=Preemption("recompute"))
+    cache = BatchingCache(num_blocks=12, block_size=4)
+    scheduler = Scheduler(cache, max_num_seqs=8, preemption=Preemption("recompute"))
     scheduler.add(0, 0, [1] * 8, max_output_tokens=30)
     with use(choose_victim=choose_victim), watch(scheduler) as timeline:
         keep_busy(scheduler)
@@ -633,18 +644,19 @@ for result, token_ids in zip(results, expected, strict=True):
 #
 # ## Measure
 #
-# Three machines with the same memory of 128 slots and the same queue of 24 requests: static batches over the arena, as
-# FasterTransformer had them; the scheduler over the arena, as in Orca; the scheduler over blocks, as in vLLM. Static
-# batching is a `plan_step` too: nobody enters while anybody runs.
+# Four machines with the same memory of 128 slots and the same queue of 24 requests: static batches over the arena, as
+# FasterTransformer had them; the scheduler over the arena, as in Orca; the same with an oracle that knows the length of
+# every answer; the scheduler over blocks, as in vLLM. Static batching is a `plan_step` too: nobody enters while anybody
+# runs. The arena rounds what it reserves up to a power of two, so the limit of 40 tokens takes 64 slots.
 
 
 # %%
 def static_plan_step(scheduler: Scheduler) -> Plan:
     plan = Plan()
     was_empty = not scheduler.running
-    scheduler._decode(plan)
+    scheduler.plan_decode(plan)
     if was_empty:
-        scheduler._admit(plan)
+        scheduler.plan_admission(plan)
     return plan
 
 
@@ -665,11 +677,10 @@ print(f"{'continuous, arena, oracle':30}", measure(ArenaCache(128, 40, "oracle")
 print(f"{'continuous, blocks':30}", measure(BatchingCache(32, 4)))
 
 # %% [markdown]
-# A step reads all weights of the model once, whoever is in it, so fewer steps mean a faster engine. Asking at every
-# step who runs helps. More rows in every step help more, and that is a matter of memory. The third line knows the true
-# length of every answer beforehand, which no engine can. Blocks are better still, with nothing known: a reservation
-# that is just right is held from the first step on, when it is still empty, and its size is rounded up to a power of
-# two.
+# A step reads all weights of the model once, whoever is in it. As long as that is what a step costs, fewer steps mean a
+# faster engine. Asking at every step who runs helps. More rows in every step help more, and that is a matter of memory.
+# The third line knows what no engine can know. Blocks are better still, with nothing known: even a reservation that is
+# just right is held from the first step on, when it is still empty, and its size is rounded up.
 #
 # ## Recap
 #

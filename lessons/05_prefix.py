@@ -1,4 +1,4 @@
-# %% [markdown] given="4 9"
+# %% [markdown] given="4 9 0"
 # # 05  Prefix caching: compute a common beginning once
 #
 # **Where we are.** Since [lesson 04](04_batching.ipynb) requests join and leave at every step. When one leaves, its
@@ -9,7 +9,8 @@
 # freed block is still right. This lesson is about finding it again.
 #
 # We look at the bookkeeping first, without a model. To keep it readable, a word is a token: `ids` gives each new word
-# the next number. Blocks have 4 slots. A request of 9 words comes, is computed, and leaves:
+# the next number. Blocks have 4 slots. A request of 9 words comes, is computed, and leaves. `Room` is what it asks of
+# the cache: sequence 0, 9 slots at once.
 
 # %%
 from minipaged.batching.cache import BatchingCache, Room
@@ -72,7 +73,7 @@ def count_computed(llm, prompts, max_tokens=6):
 
 prompts = [prompt(question) for question in QUESTIONS]
 answers, num_computed = count_computed(llm, prompts)
-common = num_common(min(prompts), max(prompts))
+common = num_common(min(prompts), max(prompts))  # what the first and the last in sorted order share, all share
 print("prompt tokens computed by rung batching:", num_computed)
 print(f"the first {common} tokens are the same in all {len(prompts)}; needed once: {num_computed - 3 * common}")
 
@@ -84,11 +85,11 @@ print(f"the first {common} tokens are the same in all {len(prompts)}; needed onc
 #
 # **Give a full block a name made of what it holds, and look blocks up by name.**
 #
-# What must be in the name? Not the block's own tokens alone: `on a mat and` behind `the cat sat` has other keys and
-# values than behind `the dog sat`. The name must stand for *everything up to the block's last token*. Hashing all of
-# that for each block would cost more and more. So a name is made of two things: the tokens of the block, and the name
-# of the block before it, its **parent**. The parent's name already stands for everything earlier. That is a **hash
-# chain**:
+# What must be in the name? Not the block's own tokens alone: `a mat and then` behind `the cat sat on` has other keys
+# and values than behind `the dog sat on`. The name must stand for *everything up to the block's last token*. Hashing
+# all of that for each block would cost more and more. So a name is made of two things: the tokens of the block, and
+# the name of the block before it, its **parent**. The parent's name already stands for everything earlier. That is a
+# **hash chain**:
 #
 # ```text
 # h1 = H(root, "the cat sat on")        root -> h1 -> h2       block 0 has the name h1
@@ -99,20 +100,20 @@ print(f"the first {common} tokens are the same in all {len(prompts)}; needed onc
 # The root is a name too. It stands for the model and its settings, since another model gives other keys and values.
 #
 # Now the same request on rung `prefix`. `enter` does what the scheduler does with a request, up to the end of its
-# prompt: look it up, give it blocks, note that all is computed.
+# prompt: look it up, give it blocks, note that all is computed. You need not read it closely; the parts of it follow.
 
 
 # %%
 def enter(cache, seq_id, text, salt=""):
     tokens = ids(text)
-    lengths, limits = [len(tokens)], [len(tokens) - 1]
+    lengths, limits = [len(tokens)], [len(tokens) - 1]  # slots that it needs; tokens that may be found
     room = PrefixRoom(
         [seq_id], lengths, num_common=0, num_output_tokens=1, token_ids=[tokens], salt=salt, limits=limits
     )
     (num_found,) = cache.allocate(room)
     cache.take_copies()  # a real engine copies these blocks now; see the radix tree below
     cache.note_computed(seq_id, len(tokens), tokens)
-    cache.release_pins()
+    cache.release_pins()  # what was copied need not be kept for that any longer
     return num_found
 
 
@@ -307,7 +308,7 @@ for i in range(3):
 # %% [markdown]
 # Blocks 3 and 5 are gone: the ends of the two requests. The beginnings are still there. A request gives its blocks back
 # from the last one to the first, so to LRU the end has been unused for longer. That is on purpose. A beginning can
-# serve many others. And a block whose parent is gone can never be found, since the walk stops at the gap.
+# serve many others. And a block cannot be found while its parent is missing, since the walk stops at the gap.
 #
 # ## Exercise 3: a clock
 #
@@ -332,10 +333,10 @@ class MyClock:
         self.is_marked = {}  # by block id: whether it was used since the hand came by
         self.hand = 0  # the smallest id that the hand has not passed in this round
 
-    def add(self, block_id):
+    def add(self, block_id):  # its last user has left: it may be given up from now on
         self.is_marked[block_id] = True
 
-    def remove(self, block_id):
+    def remove(self, block_id):  # somebody uses it again
         del self.is_marked[block_id]
 
     def __len__(self):
@@ -415,9 +416,10 @@ draw_names(both)
 # %% [markdown] given="2312.07104"
 # The tree found two words more, `a mat`, at the price of copying one block. What it finds need not end at the edge of a
 # block, so a prompt that is sent again is found but for its last token. SGLang's cache is a radix tree
-# ([arXiv 2312.07104](https://arxiv.org/abs/2312.07104)); vLLM's is a hash chain. Here both stand behind one interface,
-# [index.py](../minipaged/prefix/index.py), and `prefix_cache="radix"` chooses. The chain is the simpler one: every name
-# stands alone, and can be made from the tokens without looking at anything else.
+# ([arXiv 2312.07104](https://arxiv.org/abs/2312.07104)). Its edges hold runs of tokens of any length, and its blocks
+# have one token unless told otherwise, so it has nothing to copy. vLLM's is a hash chain. Here both stand behind one
+# interface, [index.py](../minipaged/prefix/index.py), and `prefix_cache="radix"` chooses. The chain is the simpler
+# one: names are made from the prompt's tokens alone, whatever else is cached.
 #
 # ## A system prompt computed once
 #
@@ -440,11 +442,12 @@ for event in events[:9]:
 print("computed:", sum(event.num_tokens for event in events if event.act == "chunk"), "instead of", num_computed)
 
 # %% [markdown]
-# All four came together, and nothing was cached. A block may be found only when it is **written**: whoever reads it
-# sooner reads rubbish. So without help all four would have computed the same beginning. The scheduler lets the others
-# wait one step instead, because it sees that somebody is about to write the very block that they need next.
+# All four came together, and nothing was cached. A block is found only when it is **written**: whoever reads it sooner
+# reads rubbish. So without help all four would have computed the same beginning. The scheduler lets the others wait
+# one step instead, because it sees that somebody is about to write the very block that they need next. (vLLM enters a
+# block when the step is planned. That is safe there within one step too: each layer writes all keys before it reads.)
 #
-# ## Salts, and what a clock gives away
+# ## Salts, and what a stopwatch gives away
 #
 # Sharing can be heard. A prompt that is answered sooner than it should was sent before, by somebody. Take a hospital
 # whose patients' files were sent to the model this morning, and a stranger who guesses:
@@ -484,9 +487,9 @@ for salt in ("hospital", "hospital", "stranger"):
 # %% [markdown]
 # ## A forced collision
 #
-# The index believes names. What if two blocks get the same one? With SHA-256 nobody has ever managed that. But names
-# were made with faster functions elsewhere, and there it was possible to build a prompt that found somebody else's
-# blocks. So let us force it: a function that gives *all* blocks one name.
+# What if two blocks get the same name? With SHA-256 nobody has ever managed that. But vLLM's first names were made with
+# Python's own `hash`, which can be foreseen: somebody could build a prompt that found another one's blocks. So let us
+# force it: a function that gives *all* blocks one name.
 #
 # `HashChain` does not take a name's word for it. It compares the tokens of the block, and asks whether the parent is
 # the entry that it has just accepted. `TrustingChain` below does what the lesson has said so far and no more: it goes
@@ -518,7 +521,8 @@ with use(block_key=lambda parent, token_ids: b"the same for all"):
         print(f"{kind.__name__}: {found} tokens of another text found")
 
 # %% [markdown]
-# Compared, a collision costs a hit. Trusted, it answers from another text, and nobody notices.
+# Where tokens are compared, a collision costs a hit. Where the name is trusted, the request reads the keys and values
+# of another text, and nobody notices.
 #
 # ## Attention over a shared prefix
 #
@@ -548,9 +552,10 @@ for suffix in ([5.0], [8.0, 9.0]):
     whole, _ = mean_of(1.0, 2.0, 3.0, 4.0, *suffix)
     print(f"1 2 3 4 and {suffix}: merged {merged.item():.2f}, all at once {whole.item():.2f}")
 
-# %% [markdown] given="1,024"
-# In the engine the scheduler puts rows side by side whose tables begin with the same blocks, from 1,024 common tokens
-# on (below that it does not pay). A tiny random model is enough to see it run:
+# %% [markdown] given="1,024 2402.05099"
+# The idea is known as Hydragen ([arXiv 2402.05099](https://arxiv.org/abs/2402.05099)), and vLLM has it as cascade
+# attention. In the engine the scheduler puts rows side by side whose tables begin with the same blocks, and shares what
+# they have in common in pieces of 1,024 tokens. A tiny random model is enough to see it run:
 
 # %%
 tiny = LLM("random", rung="prefix", num_blocks=96, dtype="float32")
@@ -668,16 +673,14 @@ with patch.object(PrefixGroup, "room", greedy_room):
         print("the second time:", str(error)[:60], "...")
 
 # %% [markdown]
-# The prompt had nothing left to compute, so attention was called with 0 rows. Here that is an error. In other engines
-# the repair was worse than the fault: the last token was computed again *behind* itself, so it stood twice in the
-# cache, and the answer was a little wrong. `test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_token` in
-# `tests/prefix/test_generate.py` looks at both: the rows that are computed, and the length of the table.
+# The prompt had nothing left to compute, so attention was called with 0 rows. That is an error, and one that real
+# engines had. In one of them the repair was worse than the fault: the last token was computed again *behind* itself,
+# so it stood twice in the cache, and the answer was a little wrong.
+# `test_a_prompt_that_is_cached_as_a_whole_still_computes_its_last_token` in `tests/prefix/test_generate.py` looks at
+# both: the rows that are computed, and the length of the table.
 
 # %% [markdown]
-# **... the clock began at its first block each time?** One line, `self.hand = 0` at the start of `evict`.
-#
-# > **Predict.** 4 blocks, all marked. 8 times: evict one, and it comes back at once with new content, marked. The right
-# > clock gives up 0 1 2 3 0 1 2 3. Which ones does the restarting clock give up?
+# **... the clock began at its first block each time?** It is one line:
 
 # %%
 from minipaged.lessons.exercises.prefix import ReferenceClock
@@ -689,7 +692,6 @@ class RestartingClock(ReferenceClock):
         return super().evict()
 
 
-# %%
 def give_up(clock, num_blocks, num_times):
     for block_id in range(num_blocks):
         clock.add(block_id)
@@ -699,6 +701,11 @@ def give_up(clock, num_blocks, num_times):
         yield evicted
 
 
+# %% [markdown]
+# > **Predict.** 4 blocks, all marked. 8 times: evict one, and it comes back at once with new content, marked. The right
+# > clock gives up 0 1 2 3 0 1 2 3. Which ones does the restarting clock give up?
+
+# %%
 print("clock:     ", *give_up(ReferenceClock(), 4, 8))
 print("restarting:", *give_up(RestartingClock(), 4, 8))
 order = list(give_up(RestartingClock(), 16, 40_000))
@@ -758,7 +765,7 @@ if not record:
 # **Three takeaways**
 #
 # - What lies in a freed block stays right. A name that covers the block's tokens *and everything before them* finds it
-#   again, and a cached block that nobody uses costs nothing, because it counts as free.
+#   again, and a cached block that nobody uses takes nobody's room, because it counts as free.
 # - At least one token of every prompt is computed. Blocks are found only when they are written, and given up from the
 #   end of a sequence.
 # - A shared cache tells who was here before. Salts decide who may find what; comparing tokens decides that a name is
@@ -772,7 +779,7 @@ if not record:
 # Harmless, since its content is still right for its name. Useless, since a walk stops at the first missing name, so
 # nobody gets to it. It is idle and will be evicted in its turn. If the parent is computed again, the hash chain makes a
 # new entry, and the child hangs on the old one; the product compares entries, not only names, so the child stays
-# unreachable.
+# unreachable. An index that goes by names alone finds it again.
 #
 # </details>
 #

@@ -56,21 +56,24 @@ def count_passes(rung):
     forward, sizes = llm.model.forward, []
     llm.model.forward = lambda token_ids, *rest: (sizes.append(len(token_ids)), forward(token_ids, *rest))[1]
     answers = [result.token_ids for result in llm.generate(prompts, params)]
-    return answers, sum(sizes), len(sizes)
+    at_once = max((size for size in sizes if size <= 4), default=4)  # a decode step has one token of each request
+    return answers, sum(sizes), len(sizes), at_once
 
 
 # %%
-oracle, num_computed_without, _ = count_passes("foundation")
+oracle, num_computed_without, *_ = count_passes("foundation")
 for rung in RUNGS:
-    answers, num_tokens, num_passes = count_passes(rung)
-    print(f"{rung:<11} {num_tokens:>6} tokens in {num_passes} passes, answers equal: {answers == oracle}")
+    answers, num_tokens, num_passes, at_once = count_passes(rung)
+    print(f"{rung:<11} {num_tokens:>5} tokens in {num_passes} passes, {at_once} requests at once, ", end="")
+    print("answers equal:", answers == oracle)
 print(f"the first rung computes {num_computed_without / num_tokens:.0f} times as many tokens as the last")
 
 # %% [markdown]
-# Read it as a story. The cache takes most of the tokens away (`contiguous`). Paging and sharing compute the same tokens
-# in other places: they save memory, so more requests *could* run at once. `batching` needs fewer passes, because
-# requests enter as soon as there is room, and prompts share a pass with those that decode. `prefix` computes the common
-# beginning once. No rung changed the answer.
+# Read it as a story. The cache takes most of the tokens away (`contiguous`), but its reservations leave room for 2
+# requests. Paging fits 3 into the same memory. It needs more passes all the same, because batches are still static:
+# the fourth request waits for all three, then runs alone. `sharing` has nothing to share here. `batching` needs fewer
+# passes: requests enter as soon as there is room for what they have *now*, and prompts share a pass with those that
+# decode. `prefix` computes the common beginning once; the others wait one step for it. No rung changed the answer.
 #
 # ## One request, eight steps
 #
@@ -98,15 +101,19 @@ engine = llm.engine
 
 
 # %%
+from minipaged.prefix.radix_tree import num_common
+
+
 def chat_ids(question):
     if llm.tokenizer is None:  # the random model has no words: take bytes for tokens
         return list(f"You are a helpful assistant. {question}".encode())
     return llm.chat_prompt([{"role": "user", "content": question}])
 
 
-llm.generate([chat_ids("What is the capital of Spain?")], greedy(1))  # somebody was here before
-prompt = chat_ids("What is the capital of France?")
-print(len(prompt), "tokens, the last ten:", prompt[-10:])
+before, prompt = chat_ids("What is the capital of Spain?"), chat_ids("What is the capital of France?")
+llm.generate([before], greedy(1))  # somebody was here before
+print(f"{len(prompt)} tokens, the first {num_common(prompt, before)} as in the question about Spain")
+print("the last ten:", prompt[-10:])
 
 # %% [markdown]
 # > **Predict.** The prompt above comes to an engine that has just answered the same question about Spain. Blocks have
@@ -125,7 +132,8 @@ print(f"found {found}, computed in the first step {len(prompt) - found}")
 print(f"at the end {num_cached} tokens in {-(-num_cached // 16)} blocks")
 
 # %% [markdown]
-# The question differs from the one about Spain near its end, so the whole blocks before that are the same.
+# Only whole blocks are found, so the tokens behind the last whole common block are computed, though some of them are
+# the same in both questions.
 #
 # ### The first step, with its trace
 #
@@ -317,16 +325,16 @@ check_attention(my_attention)
 # ## Exercise 2: another plan of a step
 #
 # Rung `batching` lets everybody decode in every step, and prompts take the tokens that are left. Many engines began
-# otherwise, and some small ones still do it: **a step is either prompts or decoding**. It is simpler, since one step
-# needs one kind of attention. Write that plan, then look at what it costs.
+# otherwise, and some still do it unless told not to, SGLang among them: **a step is either prompts or decoding**. It is
+# simpler, since one step needs one kind of attention. Write that plan, then look at what it costs.
 #
 # The scheduler's parts are at your service. `scheduler.running` are the groups that have entered; a group that has not
 # finished its prompt has `is_decoding == False`. Each part adds chunks to a plan, as far as the step's budget of tokens
 # goes:
 #
-# - `scheduler._prefill(group, plan)` goes on with one group's prompt,
-# - `scheduler._admit(plan)` lets requests enter from the queue, and starts on their prompts,
-# - `scheduler._decode(plan)` gives one token to everybody who decodes.
+# - `scheduler.plan_prefill(group, plan)` goes on with one group's prompt,
+# - `scheduler.plan_admission(plan)` lets requests enter from the queue, and starts on their prompts,
+# - `scheduler.plan_decode(plan)` gives one token to everybody who decodes.
 #
 # An empty plan looks like this:
 
@@ -362,10 +370,10 @@ def my_plan_step(scheduler):
 # def my_plan_step(scheduler):
 #     plan = Plan()
 #     for group in [group for group in scheduler.running if not group.is_decoding]:
-#         scheduler._prefill(group, plan)
-#     scheduler._admit(plan)
+#         scheduler.plan_prefill(group, plan)
+#     scheduler.plan_admission(plan)
 #     if not plan.chunks:
-#         scheduler._decode(plan)
+#         scheduler.plan_decode(plan)
 #     return plan
 # ```
 #
@@ -403,8 +411,8 @@ for parts in ({}, {"plan_step": prefill_alone}):
 
 # %% [markdown]
 # The same number of steps, but the two that were answering stand still while the long prompt is computed: 6 idle cells.
-# Whoever reads their answers sees the text stop. That is what **chunked prefill** is for. The late comer gains nothing
-# by it here: its own first token comes in the same step.
+# Whoever reads their answers sees the text stop. That is what **chunked prefill** beside decoding is for. And the late
+# comer gains nothing from having its steps to itself: its first token comes in the same step either way.
 #
 # ## Exercise 3: who is sent away
 #
@@ -447,13 +455,9 @@ from minipaged.lessons.exercises.engine import check_victim
 
 check_victim(my_choose_victim)
 
-# %% [markdown] given="32 100"
-# > **Predict.** Three requests of 32, 10 and 100 tokens fill the pool, and the first one needs a block. "Newest" sends
-# > away the one with 100 tokens, "cheapest" the one with 10. Each answer has 10 tokens. Which rule computes less again?
-# > And if each answer has 30?
-#
-# The scheduler needs no model to tell: it plans over numbers. `replay` is the loop of the engine with the forward pass
-# left out, and every token is a 1.
+# %% [markdown]
+# Is that rule better? The scheduler needs no model to tell: it plans over numbers. `replay` is the loop of the engine
+# with the forward pass left out, and every token is a 1.
 
 # %%
 from minipaged.batching.arena_cache import ArenaCache
@@ -486,10 +490,13 @@ def replay(cache, lengths, outputs, **parts):
     return scheduler.num_steps, scheduler.num_preemptions, num_computed - num_needed
 
 
-# %%
-def cheapest(groups):
-    return min(reversed(groups[1:] or groups), key=lambda group: group.num_tokens_computed())
+# %% [markdown] given="32 100"
+# > **Predict.** Three requests of 32, 10 and 100 tokens fill the pool, and the first one needs a block. "Newest" sends
+# > away the one with 100 tokens, "cheapest" the one with 10. Each answer has 10 tokens. Which rule computes less again?
+# > And if each answer has 30?
 
+# %%
+from minipaged.lessons.exercises.engine import cheapest
 
 for length in (10, 30):
     for name, parts in (("newest", {}), ("cheapest", {"choose_victim": cheapest})):
@@ -568,10 +575,11 @@ for steps in ((), ("fused",), ("device_batch", "overlap"), tuple(slow)):
     print(f"{' + '.join(steps) or 'none':<40} products: {counted.num_products:>3}  {stats}")
 print("same tokens:", all(each == same[0] for each in same))
 
-# %% [markdown] given="29"
+# %% [markdown]
 # Per pass that is 4 layers of 7 products and the last one, 29, against 4 layers of 4 and the last one, 17. A **late**
-# step is one whose tokens the host hears of after it has planned the next one. What each step is worth in time has to
-# be measured on a GPU. The next cell reads the committed measurement, [fast.md](../docs/fast.md) explains the steps.
+# step is one whose tokens the host hears of after it has planned the next one. One of **fixed size** is a decode step
+# that a graph could replay; the first step computes prompts, so it is none. What each step of speed is worth in time
+# has to be measured on a GPU. The next cell reads the committed measurement, with many sequences at once.
 
 # %%
 import json
@@ -587,6 +595,10 @@ if not record["rows"]:
     print("this installation has no measurement beside it; on a GPU, python -m minipaged.bench fast makes one")
 
 # %% [markdown] given="32 256"
+# Each row holds for this order only: what a step saves depends on what the steps above it have left. Launches were
+# what the GPU waited for most, so graphs are worth most. With them gone, the Python between two steps stands out, and
+# overlap hides it. [fast.md](../docs/fast.md) has the reasons, and the workload.
+#
 # ## Where other engines chose otherwise
 #
 # None of these choices is *the* right one. As far as their sources and documentation say, by default:
@@ -600,8 +612,9 @@ if not record["rows"]:
 # | TGI | 1, 16 or 256, by kernel | radix tree, with some kernels | cannot: the longest answer is reserved |
 # | transformers | 256 | hash chain; equal blocks are merged | the newest goes: offload or recompute |
 #
-# (The last line is its continuous batching.) They differ in sampling too. minipaged and transformers fork a sequence
-# and copy on write. vLLM's V1 makes one request of each sample, and lets them share through the prefix cache.
+# (The last line is its continuous batching.) They differ in sampling too. minipaged forks a sequence and copies on
+# write. transformers forks as well, and copies the part-full block at once. vLLM's V1 makes one request of each sample,
+# and lets them share through the prefix cache.
 #
 # Three of these choices can be tried here.
 #
@@ -633,10 +646,10 @@ for block_size in (1, 16, 256):
     hits, longest, empty = with_block_size(block_size)
     print(f"S = {block_size:>3}: {hits} tokens found, tables of up to {longest} entries, up to {empty} slots empty")
 
-# %% [markdown]
+# %% [markdown] given="128"
 # **Reserve or preempt?** Reserving for the longest answer means that nobody is ever sent away, and that fewer run at a
-# time. How much that costs depends on how far answers stay below the limit. The same memory, the same requests:
-
+# time. How much that costs depends on how far answers stay below the limit. The same memory, the same requests, each
+# with a limit of 128 tokens in all. (A dense range of 128 stands in for 8 blocks of 16: it is the amount that counts.)
 
 # %%
 lengths = [10 + 4 * i for i in range(16)]
@@ -660,7 +673,7 @@ import time
 def time_of(model, num_blocks, prompts, max_tokens, **options):
     llm = LLM(model, rung="batching", num_blocks=num_blocks, dtype="float32", **options)
     times = []
-    for _ in range(2):  # the first run also warms up
+    for _ in range(3):  # the first run also warms up
         steps, start = llm.engine.scheduler.num_steps, time.perf_counter()
         llm.generate(prompts, greedy(max_tokens))
         times.append(time.perf_counter() - start)
@@ -690,12 +703,21 @@ print(f"mixed lengths  paged / oracle: steps {paged} / {oracle} = {paged / oracl
 #   them, and nothing is reserved in vain. This is the dream of every contiguous cache.
 #
 # In all three the ratio of the steps is 1.00: paging gains nothing. In the last line lengths are **mixed**, and even
-# with an oracle the dense ranges need more steps: a range has to be found *in one piece*, and the allocator rounds its
-# size up. And the times? They differ by whatever this machine did meanwhile. Paging costs little, but for these cases
-# "little" is all there is to say for it.
+# with an oracle the dense ranges need more steps. A range is held from the first token on, though it fills only with
+# the last one. It has to be found *in one piece*, and the allocator rounds its size up. And the times? At this size
+# they go up and down with whatever else the machine does. Run the cell again to see by how much.
 #
 # One more thing never needs paging: a batch that you make yourself, offline, sorted by length. If nobody comes and
 # nobody leaves, there is no hole to fill.
+#
+# ## Reference to kernel
+#
+# Everything in this lesson ran on the PyTorch tier if you have no GPU. On one, the same `engine.step()` calls Triton
+# kernels: `write_slots` in [paged/kernels.py](../minipaged/paged/kernels.py), attention in
+# [batching/kernels.py](../minipaged/batching/kernels.py), the sampler in
+# [foundation/sampler/kernels.py](../minipaged/foundation/sampler/kernels.py). [kernels](../docs/kernels/index.md) says
+# how to read them, [loses.md](../docs/benchmarks/loses.md) where they lose. Your `my_attention` and the kernel take the
+# same arguments. That is the whole idea of the ladder: what you can read and what runs fast are the same function.
 #
 # ## What would break if...
 #
@@ -744,9 +766,7 @@ for number in (0, 1):
 from minipaged.batching.generate import Engine
 
 
-def attend_then_write(engine, plan, rows):
-    read = engine.read_rows(plan, rows)
-
+def attend_then_write(engine, rows, read):
     def attend(layer, q, k, v):
         out = read(layer, q)  # the sabotage: this line stands behind the next one
         engine.write(layer, k, v, rows.slots)
@@ -771,15 +791,6 @@ print("right:", right, " wrong:", wrong)
 # `test_every_rung_gives_the_tokens_of_transformers` in `tests/test_ladder.py` catches it. All slots that
 # no sequence owns hold NaN in the tests, so whoever reads one gets caught even where the old content would have been
 # right by chance.
-#
-# ## Reference to kernel
-#
-# Everything in this lesson ran on the PyTorch tier if you have no GPU. On one, the same `engine.step()` calls Triton
-# kernels: `write_slots` in [paged/kernels.py](../minipaged/paged/kernels.py), attention in
-# [batching/kernels.py](../minipaged/batching/kernels.py), the sampler in
-# [foundation/sampler/kernels.py](../minipaged/foundation/sampler/kernels.py). [kernels](../docs/kernels/index.md) says
-# how to read them, [loses.md](../docs/benchmarks/loses.md) where they lose. Your `my_attention` and the kernel take the
-# same arguments. That is the whole idea of the ladder: what you can read and what runs fast are the same function.
 #
 # ## Measure
 #

@@ -175,11 +175,11 @@ class Scheduler:
         """Let everybody decode, then go on with prompts that have entered, then let others enter."""
         plan = Plan()
         num_running = len(self.running)
-        self._decode(plan)
+        self.plan_decode(plan)
         for group in [group for group in self.running if not group.is_decoding]:
-            self._prefill(group, plan)
+            self.plan_prefill(group, plan)
         if len(self.running) == num_running:  # else somebody was just sent away for want of room
-            self._admit(plan)
+            self.plan_admission(plan)
         if not self.running and (group := self.waiting.first()) is not None:
             raise AccountingError(f"request {group.request_id} can never enter: {self._reason_to_wait(group, plan, 0)}")
         return plan
@@ -221,8 +221,14 @@ class Scheduler:
 
     # -- parts of a step
 
-    def _decode(self, plan: Plan) -> None:
-        """Give each sequence that has its prompt behind it one token; send others away where the blocks run out."""
+    def plan_decode(self, plan: Plan) -> None:
+        """Let each sequence that has its prompt behind it compute its newest token.
+
+        Where the blocks run out, requests are sent away, the newest first. So ``running`` may be shorter afterwards.
+
+        Args:
+            plan: Gets the tokens, and what is copied and moved for them.
+        """
         place = 0
         while place < len(self.running):
             group = self.running[place]
@@ -260,8 +266,13 @@ class Scheduler:
             self._tell("copy", group, reason=f"block {source} to {target}")
         plan.copies += copies
 
-    def _prefill(self, group: Group, plan: Plan) -> None:
-        """Compute as much of a group's prompt, or of what it has to compute again, as the step has tokens left."""
+    def plan_prefill(self, group: Group, plan: Plan) -> None:
+        """Compute as much of a group's prompt, or of what it has to compute again, as the step has tokens left.
+
+        Args:
+            group: A running one that does not decode. Its slots were taken when it entered.
+            plan: Gets the chunks; what it has already counts against the budget.
+        """
         for member in group.members:
             start = member.num_computed
             stop = start + chunk_size(member.target - start, self.max_num_batched_tokens - plan.num_tokens)
@@ -272,8 +283,14 @@ class Scheduler:
             if stop < member.target:
                 return  # the others build on what the first has computed
 
-    def _admit(self, plan: Plan) -> None:
-        """Let requests enter in the order of their turn, as long as there are seats, tokens and slots."""
+    def plan_admission(self, plan: Plan) -> None:
+        """Let requests enter in the order of their turn, as long as there are seats, tokens and slots.
+
+        Those that enter stand in ``running`` afterwards, and have their first tokens in this step.
+
+        Args:
+            plan: Gets their first chunks; what it has already counts against the budget.
+        """
         num_seats = sum(group.num_sequences for group in self.running)  # taken
         passed: list[Group] = []
         while (group := self.waiting.first()) is not None:
@@ -335,7 +352,7 @@ class Scheduler:
         group.is_running = True
         insort(self.running, group, key=attrgetter("order"))
         if not group.is_decoding:
-            self._prefill(group, plan)
+            self.plan_prefill(group, plan)
         elif self.cache.can_append(group.seq_ids):
             self._append(group, plan)
 

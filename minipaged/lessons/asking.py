@@ -18,6 +18,18 @@ class CellScreen(PlainScreen):
 
     def __init__(self) -> None:
         super().__init__(sys.stdout, sys.stdout)
+        self._is_in_line = False
+
+    def write(self, text: str) -> None:
+        """Write a piece of an answer."""
+        super().write(text)
+        if text:
+            self._is_in_line = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        """End the line of an answer that broke off, so that what is said about it has its own."""
+        if self._is_in_line:
+            self.write("\n")
 
     def _draw_view(self, memory: Memory) -> None:
         view = memory.view
@@ -35,7 +47,12 @@ def answer(arguments: list[str]) -> None:
     """
     options = make_parser().parse_args(arguments)
     session = begin_session(options, _load)
-    if show(session, CellScreen(), options.prompt, options) != 0:
+    screen = CellScreen()
+    try:
+        code = show(session, screen, options.prompt, options)
+    finally:
+        screen.end_line()
+    if code != 0:
         raise KeyboardInterrupt
 
 

@@ -262,7 +262,7 @@ def test_another_plan_can_take_the_place_of_a_step():
     def prompts_first(scheduler: Scheduler) -> Plan:
         plan = Plan()
         if not any(not group.is_decoding for group in scheduler.running):
-            scheduler._admit(plan)
+            scheduler.plan_admission(plan)
         for group in scheduler.running if not plan.chunks else ():
             if group.is_decoding:
                 (member,) = group.members

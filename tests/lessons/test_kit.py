@@ -159,6 +159,16 @@ def test_an_open_part_is_not_yet(random_model: None, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.splitlines()[-1] == "not yet: the chat needs block_pool"
 
 
+def test_not_yet_has_a_line_of_its_own_below_an_answer_that_broke_off(
+    smollm2_folder: Path, found_anew: None, capsys: pytest.CaptureFixture[str]
+):
+    def open_attention(*args: object, **options: object) -> None:
+        raise NotYet
+
+    ask("What is the capital of France?", "paged", max_tokens=2, paged_attention=open_attention)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["The", "not yet: the chat needs paged_attention"]
+
+
 @pytest.mark.parametrize(
     "error", [TypeError("mine"), RuntimeError("mine"), UserError("mine"), OSError("mine")], ids=repr
 )

@@ -5,7 +5,7 @@ import torch
 
 from minipaged.lessons import NotYet, WrongAnswer
 from minipaged.lessons.exercises.paged_kernel import check_gather_kernel, launch
-from tests.kernels.helpers import HAS_GPU
+from tests.kernels.helpers import DEVICE, HAS_GPU
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -30,6 +30,18 @@ def call_one_that_adds_a_word(out_ptr):
 def test_an_open_kernel_is_not_launched():
     with pytest.raises(NotYet):
         launch(open_kernel, (1,), torch.zeros(1))
+
+
+@triton.jit
+def solved_kernel(out_ptr):
+    # raise NotYet
+    tl.store(out_ptr, 5.0)
+
+
+def test_a_kernel_whose_open_part_became_a_comment_is_launched():
+    out = torch.zeros(1, device=DEVICE)
+    launch(solved_kernel, (1,), out)
+    assert out.item() == 5
 
 
 @pytest.mark.skipif(HAS_GPU, reason="a compiler refuses such kernels in its own words")

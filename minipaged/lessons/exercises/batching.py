@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -66,17 +67,20 @@ def check_plan_step(answer: Callable[[Scheduler], Plan]) -> None:
 @exercise
 def check_rows(answer: Callable[[list[Piece], int], tuple[list[int], list[int], list[int], list[int]]]) -> None:
     """Compare with the tensors that rung 4 makes of the chunks of real steps."""
-    for play in PLAYS[:3]:
-        scheduler = Scheduler(BatchingCache(play.num_blocks, 4), play.max_num_seqs, play.max_num_batched_tokens)
+    for play, block_size in product(PLAYS[:3], (4, 2)):
+        cache = BatchingCache(play.num_blocks, block_size)
+        scheduler = Scheduler(cache, play.max_num_seqs, play.max_num_batched_tokens)
         for chunks in _steps(play, scheduler, Scheduler.plan_step):
-            rows = Rows.of(chunks, scheduler.cache, torch.device("cpu"))  # type: ignore[arg-type]
-            names = ("positions", "slots", "query_starts", "seq_lens")
-            pieces = [(c.start, c.stop, list(scheduler.cache.tables[c.member.seq_id].block_ids)) for c in chunks]  # type: ignore[attr-defined]
-            given = f"pieces {pieces} in blocks of 4"
-            own = answer(pieces, 4)
-            expect(len(own), 4, given, "Return four lists: positions, slots, query_starts, seq_lens.")
-            for name, values in zip(names, own, strict=True):
-                expect(list(values), getattr(rows, name).tolist(), f"{given}: {name}", HELP_ON_ROWS[name])
+            rows = Rows.of(chunks, cache, torch.device("cpu"))
+            pieces = [(c.start, c.stop, list(cache.tables[c.member.seq_id].block_ids)) for c in chunks]
+            given = f"pieces {pieces} in blocks of {block_size}"
+            own = answer(pieces, block_size)
+            if not isinstance(own, tuple | list) or len(own) != 4:
+                raise WrongAnswer(
+                    f"{given}\n  got {own!r}\nReturn four lists: positions, slots, query_starts, seq_lens."
+                )
+            for (name, help), values in zip(HELP_ON_ROWS.items(), own, strict=True):
+                expect(values, getattr(rows, name).tolist(), f"{given}: {name}", help)
 
 
 HELP_ON_ROWS = {

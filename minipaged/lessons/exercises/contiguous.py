@@ -55,13 +55,15 @@ def check_contiguous_attention(answer: Callable[..., torch.Tensor]) -> None:
         scale = case.head_dim**-0.5
         expected = reference.contiguous_attention(*arguments, scale=scale, window=case.window)
         expect_rows(answer(*arguments, scale=scale, window=case.window), expected, case.name, hint)
-    inputs = make_paged_inputs(DECODE_INPUTS[0][0], torch.bfloat16)
+    inputs = make_paged_inputs(DECODE_INPUTS[0][0])
     arguments = inputs.q, *inputs.dense(), inputs.seq_lens
-    actual = answer(*arguments, scale=0.3, window=None)
-    expect(actual.dtype, torch.bfloat16, "q in bfloat16", "Return the dtype of q.")
+    expected = reference.contiguous_attention(*arguments, scale=0.3, window=None)
+    expect_rows(answer(*arguments, scale=0.3, window=None), expected, "scale = 0.3", "Use the scale that is given.")
+    low = answer(*(each.bfloat16() for each in arguments[:3]), inputs.seq_lens, scale=0.3, window=None)
+    expect(low.dtype, torch.bfloat16, "q in bfloat16", "Return the dtype of q.")
 
 
-ALLOCATIONS = ((16, (4, 4, 4, 4, 1)), (16, (3, 5, 9)), (20, (16, 4, 1)), (8, (1, 8, 2, 4)), (64, (8, 8, 8, 33, 16)))
+ALLOCATIONS = ((16, (4, 4, 4, 4, 1)), (16, (3, 5, 9)), (20, (16, 8, 4, 1)), (8, (1, 8, 2, 4)), (64, (8, 8, 8, 33, 16)))
 """Sizes of arenas and of the requests that come one after the other."""
 
 
@@ -85,7 +87,9 @@ def _try_allocate(allocator: Any, num_slots: int, wanted: int) -> None:
     given = f"{wanted} of {num_slots} slots are wanted, so a range of {size}; taken ranges: {ranges}"
     start = allocator.find(size)
     if not free:
-        expect(start, None, given, "No aligned range of this size is free. Half a range does not help.")
+        expect(
+            start, None, given, "No aligned range of this size is free inside the arena. Half a range does not help."
+        )
     elif start not in free:
         raise WrongAnswer(
             f"{given}\n  expected one of {free}\n  got      {start!r}\n"

@@ -11,7 +11,7 @@ from minipaged.batching.plan import NextToken, Plan
 from minipaged.batching.reference import ragged_paged_attention
 from minipaged.batching.scheduler import Scheduler
 from minipaged.cases_batching import RaggedCase, make_ragged_inputs
-from minipaged.lessons.kit import exercise, expect
+from minipaged.lessons.kit import WrongAnswer, exercise, expect
 from minipaged.shapes import Tensor
 from minipaged.tiers import use
 
@@ -19,6 +19,7 @@ HEADS = {"num_heads": 2, "num_kv_heads": 2, "block_size": 4}
 POSITIONS = "Query i of n stands at position seq_len - n + i of its sequence, and sees the keys from 0 to there."
 GROUPS = "With G query heads for each KV head, query head h reads KV head h // G: repeat_interleave, not repeat."
 FLOAT32 = "Convert q, k and v with .float() before the scores are computed: bfloat16 has 8 bits of precision."
+PAST_THE_END = "Slots behind a sequence's last token hold NaN here, and 0 times NaN is NaN: cut keys and values off."
 OWN = "Each sequence reads its own blocks, in the order of its table, and only its first seq_len slots."
 
 ATTENTION_CASES = (
@@ -41,6 +42,7 @@ def check_attention(answer: Callable[..., Any]) -> None:
             f"{case.name}: seq_lens {list(case.seq_lens)}, new tokens {list(case.num_queries)}, S = {case.block_size}"
         )
         actual = answer(*inputs.args, **options)
+        expect(type(actual).__name__, "Tensor", f"{given}; the type of the result", "Return the tensor.")
         expect(tuple(actual.shape), tuple(inputs.q.shape), f"{given}; the shape of the result", "One row per query.")
         expected = ragged_paged_attention(*inputs.args, **options)
         _expect_close(actual, expected, 1e-4, given, help)
@@ -52,18 +54,21 @@ def check_attention(answer: Callable[..., Any]) -> None:
 
 
 def _expect_close(actual: Tensor, expected: Tensor, tolerance: float, given: str, help: str) -> None:
-    worst = float(torch.nan_to_num(actual.float() - expected.float(), nan=torch.inf).abs().max())
-    expect(worst < tolerance, True, f"{given}\n  the largest difference to the reference is {worst:.3g}", help)
+    if actual.isnan().any():
+        raise WrongAnswer(f"{given}\n  the result has NaN\n{PAST_THE_END}")
+    worst = float((actual.float() - expected.float()).abs().max())
+    if worst >= tolerance:
+        raise WrongAnswer(f"{given}\n  the largest difference to the reference is {worst:.3g}\n{help}")
 
 
 def prefill_alone(scheduler: Scheduler) -> Plan:
     """Plan a step as the exercise asks: whoever has a prompt to compute goes alone."""
     plan = Plan()
     for group in [group for group in scheduler.running if not group.is_decoding]:
-        scheduler._prefill(group, plan)
-    scheduler._admit(plan)
+        scheduler.plan_prefill(group, plan)
+    scheduler.plan_admission(plan)
     if not plan.chunks:
-        scheduler._decode(plan)
+        scheduler.plan_decode(plan)
     return plan
 
 
@@ -100,15 +105,30 @@ def _steps_with(
     """Return what each step computes. Requests are (prompt tokens, the step in which it comes); answers have 4."""
     scheduler = Scheduler(BatchingCache(32, 4), max_num_batched_tokens=budget)
     steps: list[Step] = []
-    with use(plan_step=plan_step):
+    with use(plan_step=lambda scheduler: _a_plan(plan_step(scheduler))):
         while len(steps) < 20 and (len(steps) < 8 or scheduler.has_unfinished):
             for request_id, (num_tokens, comes) in requests.items():
                 if comes == len(steps) + 1:
                     scheduler.add(request_id, request_id, [1] * num_tokens, max_output_tokens=4)
             plan = scheduler.schedule()
             steps.append([(chunk.group.request_id, chunk.start, chunk.stop) for chunk in plan.chunks])
+            _expect_no_doubles(steps)
             scheduler.update(plan, [_next(chunk.member, requests) for chunk in plan.chunks if chunk.is_sampled])
     return steps
+
+
+def _a_plan(plan: Any) -> Plan:
+    expect(type(plan).__name__, "Plan", "the type of the result", "Return the plan.")
+    return plan
+
+
+def _expect_no_doubles(steps: list[Step]) -> None:
+    requests = [request_id for request_id, _, _ in steps[-1]]
+    if len(set(requests)) < len(requests):
+        raise WrongAnswer(
+            f"step {len(steps)} has a request twice, as (request, first token, end)\n  {steps[-1]}\n"
+            "plan_admission starts on the prompts of those that enter. So go on with prompts before it, not behind it."
+        )
 
 
 def _next(member: Member, requests: dict[int, tuple[int, int]]) -> NextToken:
@@ -116,17 +136,21 @@ def _next(member: Member, requests: dict[int, tuple[int, int]]) -> NextToken:
     return NextToken(member.seq_id, 1, is_last=is_last)
 
 
+def cheapest(groups: list[Group]) -> Group:
+    """Choose as the exercise asks: whoever has computed the least goes, but not the one that needs the block."""
+    return min(reversed(groups[1:] or groups), key=lambda group: group.num_tokens_computed())
+
+
 @exercise
 def check_victim(answer: Callable[[list[Group]], Group]) -> None:
     """Compare with the rule of the exercise, on lists of groups that have computed so much."""
     for counts in ((30,), (30, 20), (30, 20, 50), (10, 20, 50), (30, 20, 40, 20), (5, 0, 0, 7), (9, 9, 9)):
         groups = [_group(request_id, count) for request_id, count in enumerate(counts)]
-        others = groups[1:] or groups
-        fewest = min(group.num_tokens_computed() for group in others)
-        expected = [group for group in others if group.num_tokens_computed() == fewest][-1]
+        expected = cheapest(groups)
         victim = answer(list(groups))
+        expect(type(victim).__name__, "Group", "the type of the result", "Return the group itself, not its place.")
         expect(
-            getattr(victim, "request_id", victim),
+            victim.request_id,
             expected.request_id,
             f"groups 0 to {len(counts) - 1} have computed {list(counts)} tokens; the request that is sent away",
             "The one with the fewest computed tokens, and of several the last. The first of the list is the one that "

@@ -56,18 +56,23 @@ def check_rows(answer: Callable[[int, int], int]) -> None:
 
 @exercise
 def check_rms_norm(answer: Callable[..., Any]) -> None:
-    """Compare with the product's `rms_norm`, with and without a residual, in fp32 and bf16."""
+    """Compare with the product's `rms_norm`, with and without a residual, in fp32 and fp16."""
     by_hand = torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 10.0])
     _expect_norm(answer, "x = [[3, 4]], weight = [1, 10], eps = 0, no residual", *by_hand, 0.0)
-    _expect_norm(answer, "a row of zeros with eps = 1e-6", torch.zeros(1, 4), torch.ones(4), 1e-6)
+    zeros = torch.zeros(1, 4)
+    expect(
+        answer(zeros, torch.ones(4), 1e-6, residual=None), zeros, "a row of zeros, eps = 1e-6", "Add eps to the mean."
+    )
     x, residual = torch.tensor([[1.0, 2.0], [0.5, -4.0]]), torch.tensor([[2.0, 2.0], [1.0, 1.0]])
     before = x.clone(), residual.clone()
     _expect_norm(answer, f"x = {x.tolist()}, residual = {residual.tolist()}", x, by_hand[1], 1e-5, residual)
     is_unchanged = torch.equal(x, before[0]) and torch.equal(residual, before[1])
     expect(is_unchanged, True, "x and residual stay as they were", "Write x = x + residual, not x += residual.")
-    wide = torch.linspace(-2, 2, 24, dtype=torch.bfloat16).view(2, 12)
-    normed = answer(wide, torch.ones(12, dtype=torch.bfloat16), 1e-6, residual=None)
-    expect(normed.dtype, torch.bfloat16, "x in bfloat16", "Compute in fp32, and return the dtype of x.")
+    half = torch.tensor([[300.0, -300.0]], dtype=torch.float16)
+    normed = answer(half, torch.ones(2, dtype=torch.float16), 1e-6, residual=None)
+    given, hint = "x = [[300, -300]] in float16", "300 x 300 is too large for float16: compute in fp32."
+    expect(normed, torch.tensor([[1.0, -1.0]]), given, hint)
+    expect(normed.dtype, torch.float16, given, "Return the dtype of x.")
 
 
 def _expect_norm(
@@ -163,7 +168,7 @@ def check_intensity(answer: Callable[..., float]) -> None:
             expect(
                 round(value, 6) if isinstance(value, int | float) else value,
                 round(counted.flops / (counted.moved * size), 6),
-                f"{num_rows} rows, a matrix of {num_out} x {num_in}, {size} bytes a number",
-                "Each of rows x in x out products is a multiplication and an addition. The matrix and the input are "
-                "read, and the output is written.",
+                f"num_rows = {num_rows}, num_in = {num_in}, num_out = {num_out}, bytes_per_number = {size}",
+                "Each number of the result is num_in times a multiplication and an addition. The rows and the matrix "
+                "are read, and the result is written.",
             )

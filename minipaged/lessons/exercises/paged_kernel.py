@@ -1,12 +1,13 @@
 """The checks of lesson 02b: the online softmax, the walk over the blocks, and two Triton kernels."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from minipaged.cases import ATTENTION_CASES, AttentionCase, PagedInputs, make_paged_inputs
+from minipaged.cases import ATTENTION_CASES, MAX_ERROR, AttentionCase, PagedInputs, make_paged_inputs
 from minipaged.lessons.kit import NotYet, WrongAnswer, exercise, expect
 from minipaged.paged import reference
 from minipaged.shapes import Float, Tensor
@@ -28,7 +29,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     from triton.runtime.errors import InterpreterError
 
-    if "raise NotYet" in inspect.getsource(kernel.fn):
+    if re.search(r"^\s*raise NotYet", inspect.getsource(kernel.fn), re.MULTILINE):  # a comment does not count
         raise NotYet
     try:
         kernel[grid](*args, **constants, enable_fp_fusion=False)
@@ -79,9 +80,12 @@ def cases(*names: str) -> list[AttentionCase]:
 
 @exercise
 def check_walk_blocks(walk_blocks: Callable[..., Float[Tensor, "B H D"]]) -> None:
-    """Compare with the gather loop on the project's test cases; slots that no sequence owns hold NaN."""
-    for case in cases(*WALK_CASES):
-        inputs = make_paged_inputs(case)
+    """Compare with the gather loop on the project's test cases; slots that no sequence owns hold NaN.
+
+    The model runs in bfloat16, and there is one case of it too, or an answer would be right here and fail in the chat.
+    """
+    inputs_of = [(case, make_paged_inputs(case)) for case in cases(*WALK_CASES)]
+    for case, inputs in [*inputs_of, *((case, make_paged_inputs(case, torch.bfloat16)) for case in cases("ragged"))]:
         out = walk_blocks(*inputs.args, scale=case.head_dim**-0.5, window=None)
         _compare(out, inputs, case)
 
@@ -91,17 +95,17 @@ def _compare(out: Tensor, inputs: PagedInputs, case: AttentionCase) -> None:
     expected = reference.paged_attention(*inputs.args, scale=case.head_dim**-0.5, window=None)
     given = (
         f"sequences of {list(case.seq_lens)} tokens, blocks of {case.block_size}, {case.num_heads} query heads on "
-        f"{case.num_kv_heads} KV heads"
+        f"{case.num_kv_heads} KV heads, {str(inputs.q.dtype).removeprefix('torch.')}"
     )
-    if not isinstance(out, Tensor) or out.shape != expected.shape:
-        raise WrongAnswer(f"{given}\nReturn a tensor of the shape {list(expected.shape)}, like q.")
+    if not isinstance(out, Tensor) or out.shape != expected.shape or out.dtype != expected.dtype:
+        raise WrongAnswer(f"{given}\nReturn a tensor of the shape {list(expected.shape)} and this dtype, like q.")
     if out.isnan().any():
         seq = int(out.isnan().flatten(1).any(1).nonzero()[0])
         raise WrongAnswer(
             f"{given}\nThe result of sequence {seq} holds NaN: slots behind its {case.seq_lens[seq]} tokens were read. "
             "The last block may be part empty."
         )
-    is_wrong = (out - expected).abs().amax(-1) > 1e-4  # [B, H]
+    is_wrong = (out - expected).abs().amax(-1) > 10 * MAX_ERROR[out.dtype]  # [B, H]
     if is_wrong.any():
         seq, head = is_wrong.nonzero()[0].tolist()
         group = case.num_heads // case.num_kv_heads

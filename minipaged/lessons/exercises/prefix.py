@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from minipaged.lessons.kit import exercise, expect
+from minipaged.lessons.kit import WrongAnswer, exercise, expect
 from minipaged.prefix.block_key import block_key, root_key
 from minipaged.prefix.hash_chain import HashChain
 
@@ -14,25 +14,32 @@ ROOT = root_key("model")
 def check_block_key(answer: Callable[..., bytes]) -> None:
     """Compare with the product's `block_key`, where a name that is made too simply gives two blocks one name."""
     first, other = block_key(ROOT, [1, 2]), block_key(ROOT, [8, 9])
-    expect(
-        answer(first, [3, 4]) != answer(other, [3, 4]),
-        True,
-        "[3, 4] behind [1, 2] and [3, 4] behind [8, 9] have different names",
+    kind = type(answer(ROOT, [1, 2])).__name__
+    expect(kind, "bytes", "the type of a name", "Return the digest: .digest() gives bytes, .hexdigest() gives text.")
+    _expect_different(
+        answer(first, [3, 4]),
+        answer(other, [3, 4]),
+        "[3, 4] behind [1, 2], and [3, 4] behind [8, 9]",
         "Keys and values of a token depend on all tokens before it. The parent's name stands for them: hash it too.",
     )
-    expect(
-        answer(ROOT, [1, 23]) != answer(ROOT, [12, 3]),
-        True,
-        "[1, 23] and [12, 3] have different names",
+    _expect_different(
+        answer(ROOT, [1, 23]),
+        answer(ROOT, [12, 3]),
+        "[1, 23] and [12, 3] behind the same parent",
         "Written side by side both are 123. Give every id the same width: 4 bytes.",
     )
     for parent, token_ids in ((ROOT, [1, 2]), (first, [3, 4, 5]), (first, [49151, 0, 256]), (other, (7,))):
         expect(
-            answer(parent, token_ids),
-            block_key(parent, token_ids),
-            f"my_block_key(parent, {token_ids!r})",
+            answer(parent, token_ids).hex(),
+            block_key(parent, token_ids).hex(),
+            f"my_block_key(parent, {token_ids!r}).hex()",
             "SHA-256 of the parent's bytes, then of each id as 4 bytes with the lowest byte first.",
         )
+
+
+def _expect_different(one: bytes, other: bytes, given: str, help: str) -> None:
+    if one == other:
+        raise WrongAnswer(f"{given}\n  both have the name {one.hex()[:8]}..., expected two\n{help}")
 
 
 @exercise
@@ -125,7 +132,8 @@ def check_clock(answer: type) -> None:
         "4 blocks; 8 times: evict one, and it comes back with new content",
         "The hand must not begin at the first block each time: then the last ones are hardly ever looked at.",
     )
-    expect(len(clock), 4, "len(clock) after that", "`evict` takes its block out.")
+    clock.evict()
+    expect(len(clock), 3, "len(clock) when 1 of 4 blocks is given up", "`evict` takes its block out of is_marked.")
 
 
 def _evicted(clock: Any, acts: list[Act]) -> list[int]:

@@ -123,7 +123,7 @@ def _compare_books(own: SharingCache, right: SharingCache, given: str) -> None:
         (
             "block tables",
             lambda cache: {seq_id: table.block_ids for seq_id, table in cache.tables.items()},
-            "Only a block with more than one reference is replaced, by a new one at the end of this sequence's table.",
+            "If others hold the last block too, a new one takes its place in this table. Nothing else changes.",
         ),
         (
             "counts",
@@ -132,7 +132,7 @@ def _compare_books(own: SharingCache, right: SharingCache, given: str) -> None:
         ),
         (
             "copies (from, to)",
-            lambda cache: cache.pending_copies,
+            lambda cache: [tuple(pair) for pair in cache.pending_copies],
             "Each new block needs the keys and values of the old one: note (old, new) in `cache.pending_copies`.",
         ),
         ("num_copies", lambda cache: cache.num_copies, "Count every copy in `cache.num_copies`."),

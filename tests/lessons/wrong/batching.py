@@ -13,46 +13,46 @@ def prompts_first(scheduler: Scheduler) -> Plan:
     plan, num_running = Plan(), len(scheduler.running)
     for group in scheduler.running:
         if not group.is_decoding:
-            scheduler._prefill(group, plan)
-    scheduler._decode(plan)
+            scheduler.plan_prefill(group, plan)
+    scheduler.plan_decode(plan)
     if len(scheduler.running) == num_running:
-        scheduler._admit(plan)
+        scheduler.plan_admission(plan)
     return plan
 
 
 def newcomers_first(scheduler: Scheduler) -> Plan:
     """Let others enter before prompts that have entered go on."""
     plan, num_running = Plan(), len(scheduler.running)
-    scheduler._decode(plan)
+    scheduler.plan_decode(plan)
     running = list(scheduler.running)
     if len(running) == num_running:
-        scheduler._admit(plan)
+        scheduler.plan_admission(plan)
     for group in running:
         if not group.is_decoding:
-            scheduler._prefill(group, plan)
+            scheduler.plan_prefill(group, plan)
     return plan
 
 
 def enter_always(scheduler: Scheduler) -> Plan:
     """Let others enter in a step in which somebody was sent away."""
     plan = Plan()
-    scheduler._decode(plan)
+    scheduler.plan_decode(plan)
     for group in scheduler.running:
         if not group.is_decoding:
-            scheduler._prefill(group, plan)
-    scheduler._admit(plan)
+            scheduler.plan_prefill(group, plan)
+    scheduler.plan_admission(plan)
     return plan
 
 
 def static_batches(scheduler: Scheduler) -> Plan:
     """Form a batch only when the last one has ended."""
     plan, was_empty = Plan(), not scheduler.running
-    scheduler._decode(plan)
+    scheduler.plan_decode(plan)
     for group in scheduler.running:
         if not group.is_decoding:
-            scheduler._prefill(group, plan)
+            scheduler.plan_prefill(group, plan)
     if was_empty:
-        scheduler._admit(plan)
+        scheduler.plan_admission(plan)
     return plan
 
 
@@ -89,6 +89,16 @@ def slots_without_a_table(pieces: list[Piece], block_size: int) -> Lists:
 def lengths_before_the_step(pieces: list[Piece], block_size: int) -> Lists:
     """Leave the new tokens out."""
     return rows(pieces, block_size, is_new_counted=False)
+
+
+def blocks_of_four(pieces: list[Piece], block_size: int) -> Lists:
+    """Take the size of a block for granted."""
+    return rows(pieces, 4)
+
+
+def forget_the_lists(pieces: list[Piece], block_size: int) -> None:
+    """Make the lists and return nothing."""
+    rows(pieces, block_size)
 
 
 def starts_without_the_end(pieces: list[Piece], block_size: int) -> Lists:
@@ -136,6 +146,8 @@ WRONG = [
     (check_plan_step, forget_the_plan, "return the plan"),
     (check_rows, positions_in_the_batch, "positions"),
     (check_rows, slots_without_a_table, "slots"),
+    (check_rows, blocks_of_four, "in blocks of 2: slots"),
+    (check_rows, forget_the_lists, "Return four lists"),
     (check_rows, lengths_before_the_step, "seq_lens"),
     (check_rows, starts_without_the_end, "query_starts"),
     (check_victim, oldest, "whose turn comes last"),

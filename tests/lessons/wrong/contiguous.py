@@ -39,6 +39,13 @@ def attend_with_weights_of_zero(
     return torch.einsum("bhl,blhd->bhd", weights, values)
 
 
+def attend_with_another_scale(
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """Scale by the size of a head, whatever is asked for."""
+    return reference.contiguous_attention(q, k, v, seq_lens, scale=q.shape[-1] ** -0.5, window=window)
+
+
 class Allocator:
     """What the lesson gives; the subclasses are wrong in `find` alone."""
 
@@ -68,6 +75,14 @@ class Allocator:
     def free(self, start: int) -> None:
         """Give a range back."""
         del self.allocated[start]
+
+
+class OverhangingAllocator(Allocator):
+    """Try every multiple of the size inside the arena, also the last one, where the range ends outside."""
+
+    def find(self, size: int) -> int | None:
+        """Return the first multiple of ``size`` whose range no other touches."""
+        return next((start for start in range(0, self.num_slots, size) if self.is_free(start, size)), None)
 
 
 class BumpAllocator(Allocator):
@@ -105,7 +120,9 @@ WRONG = [
     (checks.check_kv_bytes, bytes_of_keys_alone, "A key and a value"),
     (checks.check_contiguous_attention, attend_without_the_newest, "It sees seq_lens[b] tokens"),
     (checks.check_contiguous_attention, attend_with_weights_of_zero, "NaN lies behind them"),
+    (checks.check_contiguous_attention, attend_with_another_scale, "Use the scale that is given"),
     (checks.check_allocator, BumpAllocator, "expected one of"),
+    (checks.check_allocator, OverhangingAllocator, "8 of 20 slots are wanted"),
     (checks.check_allocator, UnalignedAllocator, "starts at a multiple of its size"),
     (checks.check_waste, waste_without_a_future, "still to be written"),
     (checks.check_waste, waste_with_rounding_inside, "rounded up"),

@@ -31,6 +31,13 @@ def norm_beside_the_residual(x: Tensor, weight: Tensor, eps: float, *, residual:
     return normed if residual is None else (normed, x + residual)
 
 
+def norm_in_the_dtype_of_x(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Any:
+    """Square numbers of half precision as they are."""
+    total = x if residual is None else x + residual
+    normed = total * (total.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight
+    return normed if residual is None else (normed, total)
+
+
 def attend_across_sequences(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int | None
 ) -> Any:
@@ -64,8 +71,9 @@ WRONG = [
     (checks.check_rows, rows_with_the_last_token, "a prompt of 5 tokens and an answer of 1"),
     (checks.check_rms_norm, layer_norm, "x = [[3, 4]]"),
     (checks.check_rms_norm, norm_beside_the_residual, "The norm is taken of the sum"),
+    (checks.check_rms_norm, norm_in_the_dtype_of_x, "too large for float16"),
     (checks.check_causal_attention, attend_across_sequences, "must not see the one before it"),
     (checks.check_causal_attention, attend_to_heads_in_turn, "Query heads 0 and 1 read KV head 0"),
     (checks.check_intensity, intensity_of_multiplications, "a multiplication and an addition"),
-    (checks.check_intensity, intensity_of_the_matrix_alone, "1 rows, a matrix of 4 x 4"),
+    (checks.check_intensity, intensity_of_the_matrix_alone, "num_rows = 1, num_in = 4, num_out = 4"),
 ]

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from minipaged.lessons.exercises import paged_kernel as checks
 from minipaged.lessons.exercises.paged_kernel import State
+from minipaged.paged import reference
 from minipaged.shapes import Tensor
 
 
@@ -55,6 +56,12 @@ def walk_over_whole_blocks(
             rows = [pool[ids, :, kv_head].flatten(0, 1) for pool in (k_pool, v_pool)]
             out[b, head] = attend(q[b, head], rows[0], rows[1], scale)
     return out
+
+
+def walk_that_returns_float32(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, tables: Tensor, seq_lens: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    return reference.paged_attention(q, k_pool, v_pool, tables, seq_lens, scale=scale, window=window).float()
 
 
 @triton.jit
@@ -144,6 +151,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (checks.check_add_block, add_block_that_fades_one_sum, "Both sums so far were counted"),
     (checks.check_walk_blocks, walk_with_heads_taken_in_turn, "is wrong in query head 1, which reads KV head"),
     (checks.check_walk_blocks, walk_over_whole_blocks, "The last block may be part empty"),
+    (checks.check_walk_blocks, walk_that_returns_float32, "bfloat16\nReturn a tensor"),
     (checks.check_gather_kernel, gather_without_a_table, "Token 4 lies in slot 8"),
     (checks.check_gather_kernel, gather_without_a_mask_on_the_store, "mask the store, too"),
     (checks.check_paged_kernel, kernel_without_masks, "holds NaN"),

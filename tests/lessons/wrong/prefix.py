@@ -16,6 +16,10 @@ def key_of_text(parent: bytes, token_ids: Any) -> bytes:
     return hashlib.sha256(parent + "".join(map(str, token_ids)).encode()).digest()
 
 
+def key_in_hex(parent: bytes, token_ids: Any) -> str:
+    return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).hexdigest()
+
+
 def find_the_whole_prompt(names: dict[bytes, int], root: bytes, token_ids: list[int], block_size: int) -> list[int]:
     found, key = [], root
     for start in range(0, len(token_ids) - block_size + 1, block_size):
@@ -41,6 +45,13 @@ class RestartingClock(ReferenceClock):
         return super().evict()
 
 
+class KeepsWhatItGivesUp(ReferenceClock):
+    def evict(self) -> int:
+        block_id = super().evict()
+        self.is_marked[block_id] = True
+        return block_id
+
+
 class NoSecondChance(ReferenceClock):
     """Gives up the block under the hand, marked or not."""
 
@@ -54,8 +65,10 @@ class NoSecondChance(ReferenceClock):
 WRONG = [
     (check_block_key, key_without_parent, "The parent's name stands for them"),
     (check_block_key, key_of_text, "Written side by side both are 123"),
+    (check_block_key, key_in_hex, ".digest() gives bytes"),
     (check_find_blocks, find_the_whole_prompt, "leave at least the last token"),
     (check_find_blocks, find_behind_a_gap, "stop at the first name that is not there"),
     (check_clock, RestartingClock, "The hand"),
+    (check_clock, KeepsWhatItGivesUp, "takes its block out"),
     (check_clock, NoSecondChance, "a marked block loses its mark and stays"),
 ]

@@ -57,6 +57,10 @@ class SharesFreeBlocks(Counting):
         self.counts[block_id] = max(0, self.counts[block_id] - 1)
 
 
+def write_anyway(cache: SharingCache, seq_id: int) -> None:
+    """Copy nothing."""
+
+
 def keep_the_reference(cache: SharingCache, seq_id: int) -> None:
     """Forget that the sequence reads the old block no more."""
     table = cache.tables[seq_id]
@@ -124,7 +128,8 @@ WRONG = [
     (check_ref_counts, NeverGivesBack, "Only the last `free` may give the block back"),
     (check_ref_counts, SharesFreeBlocks, "share(1)"),
     (check_prepare_write, keep_the_reference, "counts"),
-    (check_prepare_write, copy_always, "Only a block with more than one reference is replaced"),
+    (check_prepare_write, write_anyway, "a new one takes its place"),
+    (check_prepare_write, copy_always, "Nothing else changes"),
     (check_prepare_write, copy_backwards, "copies (from, to)"),
     (check_prepare_write, free_twice, "its reference goes back"),
     (check_copy_blocks, swap_from_and_to, "A pair is (from, to)"),
