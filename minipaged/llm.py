@@ -19,20 +19,20 @@ from minipaged.arguments import (
     owned_params,
 )
 from minipaged.batching.generate import Engine as BatchingEngine
-from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.contiguous.generate import Engine as ContiguousEngine
 from minipaged.errors import UserError
 from minipaged.fast.engine import FastEngine, fast_engine
 from minipaged.fast.steps import Steps, choose_steps
 from minipaged.foundation.config import token_ids_of
 from minipaged.foundation.detokenizer import find_byte_token_ids
+from minipaged.foundation.generate import MAX_PREFILL_TOKENS
 from minipaged.foundation.generate import Engine as FoundationEngine
 from minipaged.foundation.packing import can_pack
 from minipaged.foundation.sequence import Result, StepOutput
 from minipaged.foundation.tokenizer import load_tokenizer
 from minipaged.foundation.weights import load_config, load_model, resolve_model, weights_identity
 from minipaged.garbage import collector_at_rest
-from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
+from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_batched_tokens, default_num_blocks
 from minipaged.paged.generate import Engine as PagedEngine
 from minipaged.prefix.generate import Engine as PrefixEngine
 from minipaged.prefix.params import SamplingParams
@@ -91,7 +91,7 @@ class LLM:
             ``"contiguous"``.
         max_num_seqs: Most sequences that run at a time, from rung ``batching`` up; None is 256, or
             ``max_num_batched_tokens`` where that is smaller.
-        max_num_batched_tokens: Most tokens of one step there; None is 16384.
+        max_num_batched_tokens: Most tokens of one step there; None is 8192, and 16384 on a GPU of 64 GiB or more.
         preemption: What happens there to a request that is sent away when blocks run out: ``"recompute"``,
             ``"swap"`` or ``"auto"`` (the default), which takes what is quicker. Where nothing is computed yet or
             the swap space is full, ``"swap"`` computes again too.
@@ -160,6 +160,8 @@ class LLM:
             SamplingParams(seed=seed)  # the one place that knows a seed's range
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device)
+        if RUNGS.index(self.rung) >= RUNGS.index("batching"):
+            chosen.setdefault("max_num_batched_tokens", default_num_batched_tokens(self.device))
         with Progress(sys.stderr) as progress:
             folder = resolve_model(model, revision, progress)
         self.config, generation_config = load_config(folder)
@@ -186,7 +188,7 @@ class LLM:
                 self.device,
                 block_size,
                 self.max_model_len,
-                max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS,
+                chosen.get("max_num_batched_tokens", MAX_PREFILL_TOKENS),
             )
         self.num_blocks, self.block_size = num_blocks, block_size
         options: dict[str, Any] = {

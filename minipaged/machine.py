@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from minipaged.batching.limits import MAX_NUM_BATCHED_TOKENS
 from minipaged.errors import UserError
 from minipaged.foundation.config import ModelConfig
 from minipaged.foundation.generate import MAX_PREFILL_TOKENS
@@ -16,6 +17,9 @@ CPU_CACHE_BYTES = 2**30
 
 GPU_CACHE_SHARE = 0.9
 """Share of the GPU memory left by the weights that the cache takes when ``num_blocks`` is not given."""
+
+LARGE_GPU_BYTES = 64 * 2**30
+"""Memory of a GPU from which on a step takes more tokens when nobody says."""
 
 MAX_DEFAULT_SEQUENCES = 256
 """The default cache never has room for more sequences of full length than this: tiny models stay tiny."""
@@ -82,6 +86,16 @@ def cpu_has_bfloat16() -> bool:
         return False
     words = set(flags.split())
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def default_num_batched_tokens(device: torch.device) -> int:
+    """Return the most tokens of one step when nobody says.
+
+    A large GPU computes 8,192 tokens of a small model in the time that Python takes to launch them, and has room for
+    twice as many activations: 7.5 GB for the 8B shape in half precision.
+    """
+    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
+    return 2 * MAX_NUM_BATCHED_TOKENS if is_large else MAX_NUM_BATCHED_TOKENS
 
 
 def default_num_blocks(

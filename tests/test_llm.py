@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minipaged import LLM, SamplingParams, UserError
+from minipaged.garbage import collector_at_rest
 from minipaged.llm import RUNGS
 from tests.tiny_models import make_tiny_model
 
@@ -524,3 +525,23 @@ def test_an_llm_says_what_runs(folder: Path):
     llm = tiny(folder, rung="prefix", num_blocks=8, block_size=4, graphs=True)
     assert repr(llm) == "<LLM on rung prefix: float32 on cpu, 8 blocks of 4 slots, steps: graphs>"
     assert repr(tiny(folder, rung="foundation")) == "<LLM on rung foundation: float32 on cpu, steps: none>"
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_blocks_that_are_given_up_leave_no_cycles_behind(folder: Path, kind: str):
+    llm = tiny(folder, rung="prefix", num_blocks=24, block_size=4, prefix_cache=kind, preemption="recompute")
+    prompts, counts = [[*range(1, 11), 11 + i] for i in range(3)], []
+    for length in (4, 4, 40, 40):
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+        counts.append(gc.collect())
+    assert llm.stats()["evictions"] > 0 and counts[-1] == 0
+
+
+def test_the_collector_rests_until_the_last_is_done():
+    first, second = collector_at_rest(), collector_at_rest()
+    first.__enter__()
+    second.__enter__()  # from another thread, say
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()

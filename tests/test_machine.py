@@ -8,7 +8,7 @@ import torch
 
 from minipaged import UserError, machine
 from minipaged.foundation.config import ModelConfig
-from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_blocks
+from minipaged.machine import choose_device, choose_dtype, choose_tier, default_num_batched_tokens, default_num_blocks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -214,3 +214,11 @@ def test_on_a_gpu_the_cache_takes_nine_tenths_of_what_is_free_less_the_activatio
 ):
     pretend(free_bytes=int(gibibytes * 2**30))
     assert default_num_blocks(SMALL_MODEL, dtype, GPU, 16, 8192) == expected
+
+
+@pytest.mark.parametrize(("gibibytes", "expected"), [(24, 8192), (63, 8192), (64, 16_384), (140, 16_384)])
+def test_a_step_takes_more_tokens_on_a_large_gpu_only(gibibytes: int, expected: int, monkeypatch: pytest.MonkeyPatch):
+    properties = SimpleNamespace(total_memory=gibibytes * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert default_num_batched_tokens(GPU) == expected
+    assert default_num_batched_tokens(CPU) == 8192

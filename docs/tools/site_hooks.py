@@ -4,7 +4,6 @@ Pages that exist nowhere as Markdown are made here: one for each lesson, and a l
 may link to. Links between files of the repository are bent to them, and tables are made from the recorded benches.
 """
 
-import re
 from collections.abc import Iterator
 
 import bench_ledger
@@ -12,6 +11,7 @@ from lesson_pages import LessonPage, lesson_files, read_cells, render
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from narrow import list_parts, part_code, stack_tables
 from repo_links import PROJECT, bend_links, linked_paths, page_of, source_page
 from source_pages import letters, listing, show_pieces
 
@@ -21,6 +21,17 @@ PARTS = {
     "<!-- lessons -->": lambda: "\n".join(f"- [{page.title}]({name}.md)" for name, page in _lessons.items()),
 }
 """What stands in a page for a table that is made here."""
+
+BOOSTS = {"ladder/": 4, "zh/ladder/": 4, "kernels/": 2, "reference/glossary": 2, "reference/api/": 0.5}
+"""Where a word is explained comes before where it is only used: by what the search multiplies a page's score."""
+
+EXPLAINED = {
+    "ladder/paged.md": ["block table", "paged attention"],
+    "ladder/sharing.md": ["fork", "copy-on-write"],
+    "ladder/batching.md": ["preemption", "continuous batching"],
+    "ladder/prefix.md": ["prefix cache"],
+}
+"""The words that a page explains: the search finds it first for them."""
 
 _lessons: dict[str, LessonPage] = {}
 
@@ -76,6 +87,11 @@ def _texts(files: Files) -> Iterator[tuple[str, str]]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put sources and tables in their places, and bend the links."""
+    boost = next((boost for start, boost in BOOSTS.items() if page.file.src_uri.startswith(start)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {"boost": boost})
+    if page.file.src_uri in EXPLAINED:
+        page.meta.setdefault("tags", EXPLAINED[page.file.src_uri])
     if page.file.generated_by is not None:
         return markdown
     for mark, make in PARTS.items():
@@ -86,9 +102,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let long names in tables break at their underscores, and nowhere else."""
-
-    def parted(cell: re.Match[str]) -> str:
-        return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("_", "_<wbr>"), cell[0])
-
-    return re.sub(r"<td(?: style=\"[^\"]*\")?>.*?</td>", parted, html, flags=re.DOTALL)
+    """Make the page fit for a narrow screen."""
+    label = "本页" if page.file.src_uri.startswith("zh/") else "On this page"
+    return list_parts(stack_tables(part_code(html)), list(page.toc), label)

@@ -130,7 +130,8 @@ def _code(link: re.Match[str], path: str, page: str) -> str:
         line, source = piece(file, name)
         options = ".text" if name in ("docstring", "figures") else f'.python title="{file}" linenums="{line}"'
         blocks.append(f"{FENCE} {{{options}}}\n{source}\n{FENCE}")
-    more = f"[All of `{posixpath.basename(file)}`]({bend(link['url'], path, page)}){{ .rest-of-file }}"
+    words = "`{}` 全文" if page.startswith("zh/") else "All of `{}`"
+    more = f"[{words.format(posixpath.basename(file))}]({bend(link['url'], path, page)}){{ .rest-of-file }}"
     return "\n\n".join([*blocks, more])
 
 

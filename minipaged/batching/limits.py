@@ -5,9 +5,8 @@ from minipaged.errors import UserError
 MAX_NUM_SEQS = 256
 """Seats in the batch when nobody says. A decode step reads all weights once for everybody, so more seats pay."""
 
-MAX_NUM_BATCHED_TOKENS = 16_384
-"""Tokens of one step when nobody says: enough to compute for longer than Python needs to launch them, also where a
-large GPU runs a small model; few enough for small activations."""
+MAX_NUM_BATCHED_TOKENS = 8192
+"""Tokens of one step when nobody says: enough to keep a GPU's matrix units busy, few enough for small activations."""
 
 
 MAX_PASSED = 64

@@ -96,7 +96,7 @@ def _answer_once(options: argparse.Namespace) -> int:
 
     text = options.prompt
     if text is None:
-        text = sys.stdin.buffer.read().decode("utf-8", "replace") if sys.stdin is not None else ""
+        text = sys.stdin.buffer.read().decode("utf-8", "replace").rstrip("\r\n") if sys.stdin is not None else ""
     if not text.strip():
         raise UserError("there is nothing to answer: the prompt is empty")
     session, screen = load_session(options), make_screen()

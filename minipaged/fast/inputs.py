@@ -99,7 +99,7 @@ class DecodeInputs:
 
     @contextmanager
     def without_groups(self) -> Iterator[None]:
-        """Let no row share anything for a while."""
+        """Let no row share anything for a while. No group has a row then either, so the results mean nothing."""
         groups = self._groups.clone()
         self._groups.zero_()
         try:

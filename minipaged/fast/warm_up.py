@@ -30,9 +30,12 @@ def run_side_by_side(calls: list[Call]) -> None:
         >>> sorted(done)
         [1, 2]
     """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run(call: Call) -> None:
-        with torch.inference_mode():  # a thread does not inherit it
+        if device is not None:  # a thread begins on GPU 0, and with gradients
+            torch.cuda.set_device(device)
+        with torch.inference_mode():
             call()
 
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -40,7 +43,9 @@ def run_side_by_side(calls: list[Call]) -> None:
 
 
 def kernel_calls(engine: "FastEngine") -> list[Call]:
-    """Return calls that launch the kernels of prompts and of decode steps, each kernel in one call.
+    """Return calls that launch the kernels of prompts and of decode steps, hardly any of them in two calls.
+
+    Those for a shared beginning are left out: they are compiled when the first step wants them.
 
     Invariants:
         While the batch is at rest no row is anybody's, and nothing is written to the cache.
@@ -52,7 +57,8 @@ def kernel_calls(engine: "FastEngine") -> list[Call]:
         return torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def norm() -> None:
-        model.norm(*model.norm(zeros(1, width), model.final_norm, None)[:1], model.final_norm, zeros(1, width))
+        x, residual = model.norm(zeros(1, width), model.final_norm, None)
+        model.norm(x, model.final_norm, residual)
 
     calls: list[Call] = [norm]
     batches = [engine.inputs.rows(sizes[0]), engine.inputs.rows(sizes[-1]), _prompt(engine)]
@@ -67,7 +73,7 @@ def kernel_calls(engine: "FastEngine") -> list[Call]:
 
 
 def _prompt(engine: "FastEngine") -> Rows:
-    """Return two tokens of a sequence that nobody has, read from block 0."""
+    """Return a prompt of two tokens that nobody has, read from block 0, for attention alone."""
     rows = engine.inputs.rows(1)
 
     def numbers(*values: int) -> Tensor:
@@ -89,7 +95,7 @@ def _layers(windows: tuple[int | None, ...]) -> list[int]:
 
 def _attention(engine: "FastEngine", rows: Rows, layer: int) -> Call:
     config, device = engine.model.config, engine.model.device
-    num_tokens = 2 if rows.max_query_len is None else len(rows.token_ids)
+    num_tokens = 2 if rows.max_query_len is None else len(rows.token_ids)  # None: the prompt
 
     def call() -> None:
         q = torch.zeros(num_tokens, config.num_heads, config.head_dim, dtype=engine.model.dtype, device=device)

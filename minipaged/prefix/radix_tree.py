@@ -127,6 +127,7 @@ class RadixTree:
         while waiting:
             node = waiting.pop()
             waiting += node.by_tokens.values()
+            node.by_tokens, node.in_order = {}, []  # or parent and child would keep each other
             node.is_gone = True
             assert node.block_id is not None
             gone.append(node.block_id)

@@ -108,6 +108,9 @@ class Engine(PagedEngine):
             is_beam = self.families[seq.request_id].search is not None
             (searches.setdefault(seq.request_id, []) if is_beam else samples).append(row)
         outputs = self._choose_samples([batch[row] for row in samples], self._pick(logits, samples))
+        for request_id, rows in searches.items():  # a batch may have them in any order, a search has the best first
+            rank = {seq.seq_id: place for place, seq in enumerate(self._members(request_id))}
+            rows.sort(key=lambda row: rank[batch[row].seq_id])
         # All searches look at their logits before one moves on: an error costs nobody what has just been found.
         families = [[batch[row] for row in rows] for rows in searches.values()]
         logprobs = [

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"max_num_seqs": True}, "max_num_seqs must be a whole number from 1, not True"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be a whole number from 1, not 0"),
         ({"max_num_batched_tokens": 1.5}, "max_num_batched_tokens must be a whole number from 1, not 1.5"),
-        ({"max_num_seqs": 17000}, "max_num_seqs must be at most max_num_batched_tokens, which is 16384, not 17000"),
+        ({"max_num_seqs": 9000}, "max_num_seqs must be at most max_num_batched_tokens, which is 8192, not 9000"),
         ({"reservation": "max"}, "rung 'batching' reserves nothing, so no reservation"),
         ({"cache": "paged", "reservation": "oracle"}, "reserves nothing, so no reservation"),
         ({"cache": "contiguous", "reservation": "guess"}, "reservation must be one of max, pow2, oracle"),

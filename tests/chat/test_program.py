@@ -105,6 +105,17 @@ def test_a_piped_prompt_is_answered_once_in_plain_text(smollm2_folder: Path) -> 
     assert "\x1b" not in notes
 
 
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_the_end_of_a_piped_line_is_no_part_of_the_question(smollm2_folder: Path, end: bytes) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "minipaged.chat", "--dtype", "float32", "--max-tokens", "7", "--temperature", "0"],
+        input=b"What is the capital of France?" + end,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.stdout.decode().strip() == "The capital of France is Paris."
+
+
 needs_a_posix_shell = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no POSIX shell")
 
 

@@ -17,6 +17,9 @@ from filelock import FileLock
 
 PROJECT = Path(__file__).resolve().parents[2]
 
+PHONE, WIDE = 390, 1440
+"""Widths of screens."""
+
 # The modules of the hook import each other by these names.
 sys.path.insert(0, str(PROJECT / "docs" / "tools"))
 
@@ -107,3 +110,13 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", rules])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Any:
+    """Return a page of the browser, as wide as a telephone."""
+    context = browser.new_context(viewport={"width": PHONE, "height": 844}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    yield page
+    context.close()

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.conftest import Site
-
-PHONE, WIDE = 390, 1440
+from tests.docs.conftest import PHONE, WIDE, Site
 
 UNFOLD = "[...document.querySelectorAll('details')].slice(0, 40).forEach(details => details.open = true)"
 SIZES = "[document.documentElement.scrollWidth, window.innerWidth]"
@@ -44,15 +42,6 @@ class Watch:
             self.problems.append(f"asks {request.url}")
 
 
-@pytest.fixture
-def page(browser: Any, address: str) -> Any:
-    context = browser.new_context(viewport={"width": PHONE, "height": 844}, color_scheme="light")
-    page = context.new_page()
-    page.set_default_timeout(30_000)
-    yield page
-    context.close()
-
-
 def look(page: Any, width: int, scheme: str) -> str | None:
     """Show the open page in a width and in colours; return what is wrong with it."""
     page.emulate_media(color_scheme=scheme)
@@ -78,7 +67,9 @@ def test_no_page_scrolls_sideways_complains_or_asks_another_host(site: Site, pag
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("name", ["", "ladder/paged/", "lessons/02a_paged_storage/", "reference/api/paged/"])
+@pytest.mark.parametrize(
+    "name", ["", "ladder/paged/", "lessons/02a_paged_storage/", "reference/api/paged/", "zh/ladder/paged/"]
+)
 def test_a_page_of_each_kind_is_right_in_all_widths_and_colours(page: Any, address: str, name: str):
     watch = Watch(page, address)
     page.goto(address + name)
@@ -115,6 +106,7 @@ def test_search_finds_block_table(page: Any, address: str, width: int):
 
 def test_formulas_are_set_where_there_are_some_and_cost_nothing_elsewhere(page: Any, address: str):
     watch = Watch(page, address)
+    page.add_init_script(NO_SEARCH)  # which the second page would find at work
     page.goto(address + "ladder/foundation/")
     page.wait_for_selector(".arithmatex .katex-html")
     assert page.locator(".arithmatex").count() == page.locator(".arithmatex .katex-html").count() > 3

@@ -10,7 +10,9 @@ import pytest
 from tests.docs.conftest import PROJECT
 
 import bench_ledger  # isort: skip  (from docs/tools, which conftest puts on the path)
+import chinese  # isort: skip
 import draw_pictures  # isort: skip
+import languages  # isort: skip
 import lesson_pages  # isort: skip
 import repo_links  # isort: skip
 import source_pages  # isort: skip
@@ -38,7 +40,7 @@ def test_some_pages_have_examples():
 
 
 @pytest.mark.parametrize(
-    "module", [bench_ledger, lesson_pages, repo_links, source_pages], ids=lambda each: each.__name__
+    "module", [bench_ledger, chinese, languages, lesson_pages, repo_links, source_pages], ids=lambda each: each.__name__
 )
 def test_the_examples_of_the_tools_give_what_they_say(module):
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)

@@ -36,21 +36,24 @@ def entries(nav: list) -> Iterator[str]:
 
 def page_file(source: str) -> str:
     """Return the HTML file that a Markdown file becomes."""
-    path = PurePosixPath(source)
+    path = PurePosixPath(source.replace("README.md", "index.md"))
     return str(path.with_suffix(".html") if path.stem == "index" else path.with_suffix("") / "index.html")
 
 
 # -- the pages
 
 
-def test_every_entry_of_the_navigation_is_a_page_that_the_home_page_links_to(site: Site):
+def test_every_entry_of_the_navigation_is_a_page_that_a_home_page_links_to(site: Site):
     config = yaml_load((PROJECT / "mkdocs.yml").read_text(encoding="utf-8"))
     lessons = {path.stem for path in (PROJECT / "lessons").glob("[0-9]*.*") if path.suffix in (".py", ".ipynb")}
     wanted = {page_file(source) for source in [*entries(config["nav"]), *(f"lessons/{name}.md" for name in lessons)]}
     assert len(wanted) > 30 and lessons
     assert wanted <= site.pages.keys(), wanted - site.pages.keys()
-    links = {attributes.get("href", "") for name, attributes in tags(site.pages["index.html"]) if name == "a"}
-    reached = {normpath(f"{link}/index.html" if link.endswith("/") or link == "." else link) for link in links}
+    reached = set()
+    for home in ("index.html", "zh/index.html"):  # each language has its own navigation
+        links = {attributes.get("href", "") for name, attributes in tags(site.pages[home]) if name == "a"}
+        links = {f"{link}/index.html" if link.endswith("/") or link == "." else link for link in links}
+        reached |= {normpath(f"{home}/../{link}") for link in links}
     assert wanted - {"index.html"} <= reached | {"index.html"}, wanted - reached
 
 
@@ -178,7 +181,7 @@ def test_tests_that_a_page_names_exist():
 
 
 def test_threads_are_named_by_their_address():
-    for path in (PROJECT / "docs" / "ladder").glob("*.md"):
+    for path in (PROJECT / "docs").rglob("ladder/*.md"):
         for label, url in re.findall(r"\[([^\]]*#\d+)\]\(([^)]*)\)", path.read_text(encoding="utf-8")):
             number = label.rpartition("#")[2]
             thread = rf"https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/{number}"

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from minipaged import use
+from minipaged import LLM, SamplingParams, use
+from minipaged.batching.plan import Plan
 from minipaged.fast.inputs import MAX_SHARED_GROUPS, DecodeInputs
 from minipaged.prefix.reference import shared_prefix_attention_merged
-from minipaged.prefix.scheduler import SharedRows
+from minipaged.prefix.scheduler import PrefixPlan, SharedRows
 from tests.batching.engines import greedy, tokens_of
 from tests.fast.engines import fast_engine
 from tests.prefix.engines import random_prompts
@@ -84,9 +85,9 @@ def chunk(name: int, length: int) -> Any:
 def test_long_rows_go_first_within_their_group_and_groups_stay_at_the_front(folder: Path):
     engine: Any = fast_engine(folder, "all", **MEMORY).engine
     chunks = [chunk(i, length) for i, length in enumerate([20, 30, 10, 50, 40, 60, 70])]
-    engine.arrange(plan := SimpleNamespace(chunks=chunks, shared=[SharedRows(2, 8), SharedRows(3, 8)]))
+    engine.arrange(plan := PrefixPlan(chunks=chunks, shared=[SharedRows(2, 8), SharedRows(3, 8)]))
     assert [each.name for each in plan.chunks] == [1, 0, 3, 4, 2, 6, 5]
-    engine.arrange(plan := SimpleNamespace(chunks=chunks))
+    engine.arrange(plan := Plan(chunks=chunks))
     assert [each.stop for each in plan.chunks] == [70, 60, 50, 40, 30, 20, 10]
 
 
@@ -94,10 +95,10 @@ def test_on_a_gpu_few_common_bytes_are_not_read_together(folder: Path, monkeypat
     engine: Any = fast_engine(folder, "all", **MEMORY).engine
     engine.graphs.is_recorded = True
     num_bytes = engine.model.config.kv_bytes_per_token(engine.model.dtype) * 16 * 2
-    plan = SimpleNamespace(shared=[SharedRows(3, 16)])
     for least, count in ((num_bytes, 1), (num_bytes + 1, 0)):
         monkeypatch.setattr("minipaged.fast.engine.MIN_SHARED_BYTES", least)
-        assert len(engine._shared_rows(plan)) == count
+        engine.arrange(plan := PrefixPlan(chunks=[chunk(i, 20) for i in range(3)], shared=[SharedRows(3, 16)]))
+        assert len(plan.shared) == count
 
 
 def test_a_recording_sees_no_groups():
@@ -107,3 +108,19 @@ def test_a_recording_sees_no_groups():
     with inputs.without_groups():
         assert not any(part.any() for part in inputs.groups)
     assert [part.tolist() for part in inputs.groups] == before
+
+
+@pytest.mark.parametrize("steps", ["none", "graphs", "all"])
+@pytest.mark.parametrize("unit", [8, 1024])
+def test_beams_that_share_in_pairs_keep_their_order(
+    tmp_path: Path, steps: str, unit: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("minipaged.prefix.scheduler.SHARED_UNIT", unit)
+    folder = make_tiny_model(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=2048)
+    prompts = random_prompts(*[unit - 4] * 3)
+    params = SamplingParams(beam_width=4, n=4, max_tokens=12, ignore_eos=True)
+    memory: dict[str, Any] = {"num_blocks": 2048, "block_size": 4}
+    plain = LLM(folder, rung="sharing", dtype="float32", device="cpu", **memory)
+    w = fast_engine(folder, steps, **memory)
+    assert tokens_of(w.generate(prompts, params)) == tokens_of(plain.generate(prompts, params))
+    assert w.engine.stats()["shared_prefix_launches"] > 0

@@ -59,3 +59,12 @@ def test_the_calls_leave_cache_and_batch_as_they_were(tmp_path: Path, steps: str
 def test_an_error_in_a_call_is_not_lost():
     with pytest.raises(ZeroDivisionError):
         run_side_by_side([lambda: 1, lambda: 1 // 0])
+
+
+def test_calls_run_on_the_gpu_that_is_current_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    run_side_by_side([lambda: None, lambda: None])
+    assert chosen == [1, 1]
