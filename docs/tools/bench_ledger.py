@@ -17,14 +17,15 @@ Record = dict[str, Any]
 
 
 @cache
-def _read(file: str) -> Record:
+def read_record(file: str) -> Record:
+    """Return what a file of docs/benchmarks holds."""
     return json.loads((BENCHMARKS / file).read_text(encoding="utf-8"))
 
 
 def records() -> Iterator[tuple[str, Record]]:
     """Yield every record with its file's name, in the order of the names."""
     for path in sorted(BENCHMARKS.glob("*.json")):
-        record = _read(path.name)
+        record = read_record(path.name)
         if isinstance(record, dict) and "bench" in record:
             yield path.name, record
 
@@ -70,7 +71,7 @@ def ledger() -> str:
 
 def ladder() -> str:
     """Return what the ladder's bench found: one queue of requests on every rung, in the same memory."""
-    record = _read("ladder.json")
+    record = read_record("ladder.json")
     settings = record["settings"]
     rows = [
         [
@@ -94,7 +95,7 @@ def ladder() -> str:
 
 def prefix() -> str:
     """Return what the prefix cache costs and saves."""
-    record = _read("prefix.json")
+    record = read_record("prefix.json")
     settings = record["settings"]
     rows = []
     for name, what in (("without_hits", "nothing in common"), ("system_prompt", "one system prompt")):

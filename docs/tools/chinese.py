@@ -7,7 +7,6 @@
 A page in docs/zh names its source in its front matter, with a hash of the source as it was when they last agreed.
 """
 
-import posixpath
 import re
 import sys
 from collections.abc import Iterator
@@ -15,15 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 
-from repo_links import CODE_SPAN, LINK, PROJECT, parts
-from source_pages import SHOW
+from repo_links import PROJECT
 
 FOLDER = PROJECT / "docs" / "zh"
 GLOSSARY = "docs/zh/glossary.md"
 
 FRONT = re.compile(r"\A---\n(.*?)^---\n", re.DOTALL | re.MULTILINE)
-HEADING = re.compile(r"^(#{1,6}) +(.+)$", re.MULTILINE)
-DIRECTIVE = re.compile(r"^(?:::: .*(?:\n    .*)*|<!-- .* -->)$", re.MULTILINE)
 HASH = re.compile(r"(?<=^source_hash: )\w+$", re.MULTILINE)
 
 
@@ -73,48 +69,18 @@ def update(page: str) -> None:
     (PROJECT / page).write_text(text, encoding="utf-8")
 
 
-# -- what has to be equal in both languages
-
-
-def headings(text: str) -> list[int]:
-    r"""Return the levels of a page's headings, in order.
+def page_named(argument: str) -> str:
+    """Return the page that somebody means, by its path from the project's root; end with a sentence if it is none.
 
     Example:
-        >>> headings("# a\n\n## b\n\n~~~\n# no heading\n~~~\n")
-        [1, 2]
+        >>> page_named("./docs/zh/ladder/paged.md")
+        'docs/zh/ladder/paged.md'
     """
-    return [len(match[1]) for is_code, part in parts(text) if not is_code for match in HEADING.finditer(part)]
-
-
-def code(text: str, path: str) -> list[str]:
-    r"""Return a page's code in order: fenced blocks, what the hook and mkdocstrings put in, and what is shown of files.
-
-    Example:
-        >>> code('[Bild](../../README.md "show $ ls")\n\n<!-- letters -->\n', "docs/ladder/life.md")
-        ['README.md: $ ls', '<!-- letters -->']
-    """
-    found = []
-    for is_code, part in parts(text):
-        if is_code:
-            found.append(part.rstrip())
-            continue
-        places = [(match.start(), match[0]) for match in DIRECTIVE.finditer(part)]
-        for match in SHOW.finditer(part):
-            places.append((match.start(), f"{resolved(match['url'], path)}: {match['names']}"))
-        found += [piece for _, piece in sorted(places)]
-    return found
-
-
-def links(text: str, path: str) -> set[str]:
-    """Return where a page leads: files from the project's root, without anchors, and addresses; not what it shows."""
-    prose = SHOW.sub("", "".join(part for is_code, part in parts(text) if not is_code))
-    urls = [match["url"] for match in LINK.finditer(prose) if not match["url"].startswith("#")]
-    return {url if re.match(r"[a-z]+:", url) else resolved(url, path) for url in urls}
-
-
-def resolved(url: str, path: str) -> str:
-    """Return the file that a link leads to, from the project's root."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(path), url.partition("#")[0]))
+    path = (PROJECT / argument).resolve()
+    page = path.relative_to(PROJECT).as_posix() if path.is_relative_to(PROJECT) else argument
+    if page not in twins():
+        sys.exit(f"{argument} is no Chinese page; give the path of one from the project's root, as docs/zh/README.md.")
+    return page
 
 
 # -- words
@@ -137,20 +103,9 @@ def glossary() -> list[Term]:
     return sorted(terms, key=lambda term: -len(term.chinese))
 
 
-def prose(text: str) -> str:
-    """Return what a reader reads as text: no front matter, code, addresses, headings or titles of what is shown."""
-    text = FRONT.sub("", text)
-    text = "".join(part for is_code, part in parts(text) if not is_code)
-    text = HEADING.sub("", DIRECTIVE.sub("", SHOW.sub("", text)))
-    text = re.sub(r"!\[[^\]]*\]\([^()\s]+\)(?:\{[^}]*\})?", "", text)
-    text = re.sub(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\([^()\s]+\)", r"\1", text)
-    text = re.sub(r"\\\[.*?\\\]|\\\(.*?\\\)", "M", text, flags=re.DOTALL)
-    return CODE_SPAN.sub("`C`", text)
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["update"]:
-        for each in sys.argv[2:] or twins():
+        for each in [page_named(argument) for argument in sys.argv[2:]] or twins():
             update(each)
     elif len(sys.argv) > 1:
         sys.exit(__doc__)

@@ -1,4 +1,4 @@
-"""Lessons as pages: from the notebook with its outputs, or from the source while there is no notebook.
+"""Lessons as pages, made from their notebooks with all outputs.
 
 Notebooks hold GitHub's Markdown. The site's own kind needs a blank line before a list, four spaces before a list in a
 list, and a mark on ``<details>`` whose inside is Markdown; call-outs become boxes.
@@ -7,11 +7,11 @@ list, and a mark on ``<details>`` whose inside is Markdown; call-outs become box
 import base64
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import BuildError
 from repo_links import PROJECT, bend_links, outside_fences
 
 CALLOUT = re.compile(r"> \*\*(?P<name>[^*]+?)\.?\*\* ?(?P<text>.*)")
@@ -24,16 +24,6 @@ INSTALLS = "# Installs minipaged"
 
 
 @dataclass
-class Cell:
-    """One cell of a lesson: its kind, "markdown" or "code", what stands in it, and what it printed or drew."""
-
-    kind: str
-    source: str
-    tags: set[str] = field(default_factory=set)
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
 class LessonPage:
     """A lesson as Markdown, its title, and its pictures by file name."""
 
@@ -43,41 +33,23 @@ class LessonPage:
 
 
 def lesson_files() -> list[Path]:
-    """Return the lessons in their order: each one's notebook if there is one, else its source."""
-    found = {path.stem: path for path in sorted((PROJECT / "lessons").glob("[0-9]*.py"))}
-    found |= {path.stem: path for path in (PROJECT / "lessons").glob("[0-9]*.ipynb")}
-    return [found[name] for name in sorted(found)]
+    """Return the lessons' notebooks in their order.
 
-
-def read_cells(path: Path) -> list[Cell]:
-    """Return the cells of a notebook or of a source in percent form."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return list(cells_of_source(text))
-    return [
-        Cell(
-            each["cell_type"],
-            "".join(each["source"]).strip("\n"),
-            set(each.get("metadata", {}).get("tags", [])),
-            each.get("outputs", []),
-        )
-        for each in json.loads(text)["cells"]
-        if each["cell_type"] in ("markdown", "code")
-    ]
-
-
-def cells_of_source(text: str) -> Iterator[Cell]:
-    r"""Yield the cells of a source in percent form.
-
-    Example:
-        >>> [cell.kind for cell in cells_of_source("# %% [markdown]\n# # 01  Keep K and V\n\n# %%\nprint(1)\n")]
-        ['markdown', 'code']
+    Raises:
+        BuildError: A lesson has no notebook.
     """
-    for header, body in re.findall(r"^# %%(.*)\n((?:(?!# %%).*(?:\n|\Z))*)", text, re.MULTILINE):
-        tags = set(re.findall(r'"([\w-]+)"', match[1])) if (match := re.search(r"tags=\[([^\]]*)\]", header)) else set()
-        if "[markdown]" in header:
-            body = "\n".join(re.sub(r"^# ?", "", line) for line in body.splitlines())
-        yield Cell("markdown" if "[markdown]" in header else "code", body.strip("\n"), tags)
+    notebooks = [path.with_suffix(".ipynb") for path in sorted((PROJECT / "lessons").glob("[0-9]*.py"))]
+    for notebook in notebooks:
+        if not notebook.is_file():
+            number = notebook.stem.partition("_")[0]
+            raise BuildError(f"there is no {notebook.name}: python -m minipaged.lessons build {number} makes it")
+    return notebooks
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """Return the cells of a notebook, the source of each in one piece."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [{**cell, "source": "".join(cell["source"]).strip("\n")} for cell in cells]
 
 
 def render(path: Path) -> LessonPage:
@@ -85,15 +57,16 @@ def render(path: Path) -> LessonPage:
     name, pictures = path.stem, {}
     pieces = []
     for cell in read_cells(path):
-        if cell.kind == "code" and cell.source.startswith(INSTALLS):
+        source = cell["source"]
+        if cell["cell_type"] == "markdown":
+            pieces.append(as_site_markdown(source))
             continue
-        if cell.kind == "markdown":
-            pieces.append(as_site_markdown(cell.source))
+        if source.startswith(INSTALLS):
             continue
-        if cell.source.strip():
-            title = ' title="your turn"' if "exercise" in cell.tags else ""
-            pieces.append(_fenced(cell.source, f".python{title}"))
-        for output in cell.outputs:
+        if source.strip():
+            title = ' title="your turn"' if "exercise" in cell["metadata"].get("tags", []) else ""
+            pieces.append(_fenced(source, f".python{title}"))
+        for output in cell["outputs"]:
             pieces.append(_render_output(output, name, pictures))
     body = "\n\n".join(piece for piece in pieces if piece)
     title = match[1] if (match := re.search(r"^# +(.+)$", body, re.MULTILINE)) else name
@@ -105,8 +78,6 @@ def render(path: Path) -> LessonPage:
 
 def _files_of(path: Path) -> str:
     source = f"[source](../source/lessons/{path.stem}.py.md)"
-    if path.suffix == ".py":
-        return f"This page is made from the lesson's {source}. Outputs come with its notebook.\n"
     return f"[Notebook](files/{path.name}){{ download={path.name} }} · {source}\n"
 
 

@@ -7,13 +7,14 @@ may link to. Links between files of the repository are bent to them, and tables 
 from collections.abc import Iterator
 
 import bench_ledger
+import chinese
 from lesson_pages import LessonPage, lesson_files, read_cells, render
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from narrow import list_parts, part_code, stack_tables
 from repo_links import PROJECT, bend_links, linked_paths, page_of, source_page
-from source_pages import letters, listing, show_pieces
+from source_pages import letters, listing, show_pieces, syntax_tree
 
 PARTS = {
     **bench_ledger.PARTS,
@@ -33,11 +34,16 @@ EXPLAINED = {
 }
 """The words that a page explains: the search finds it first for them."""
 
+KEPT = (syntax_tree, bench_ledger.read_record, chinese.twins, chinese.glossary)
+"""What reads a file once for a build; `mkdocs serve` builds many times in one process."""
+
 _lessons: dict[str, LessonPage] = {}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Render the lessons, and give each a place in the navigation."""
+    """Forget the last build, render the lessons, and give each a place in the navigation."""
+    for kept in KEPT:
+        kept.cache_clear()
     _lessons.clear()
     _lessons.update({path.stem: render(path) for path in lesson_files()})
     for section in config.nav or []:
@@ -56,8 +62,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for picture, content in lesson.pictures.items():
             files.append(File.generated(config, f"lessons/pictures/{picture}", content=content))
     for path in lesson_files():
-        if path.suffix == ".ipynb":
-            files.append(File.generated(config, f"lessons/files/{path.name}", content=path.read_bytes()))
+        files.append(File.generated(config, f"lessons/files/{path.name}", content=path.read_bytes()))
     for path in sorted(_sources(files)):
         page = source_page(path)
         content = listing(path, page)
@@ -68,7 +73,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _sources(files: Files) -> set[str]:
     """Return every module of the package, and every other file that a page links to and that is no page itself."""
     found = {path.relative_to(PROJECT).as_posix() for path in (PROJECT / "minipaged").rglob("*.py")}
-    found |= {f"lessons/{name}.py" for name in _lessons if (PROJECT / "lessons" / f"{name}.py").is_file()}
+    found |= {f"lessons/{name}.py" for name in _lessons}
     for path, text in _texts(files):
         for target in linked_paths(text, path):
             if (page_of(target) or "").startswith("source/"):
@@ -82,7 +87,10 @@ def _texts(files: Files) -> Iterator[tuple[str, str]]:
         if file.generated_by is None and file.abs_src_path:
             yield f"docs/{file.src_uri}", file.content_string
     for path in lesson_files():
-        yield f"lessons/{path.name}", "\n\n".join(cell.source for cell in read_cells(path) if cell.kind == "markdown")
+        yield (
+            f"lessons/{path.name}",
+            "\n\n".join(cell["source"] for cell in read_cells(path) if cell["cell_type"] == "markdown"),
+        )
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -38,7 +38,8 @@ def _explained(path: str, page: str) -> str:
 
 
 @cache
-def _tree(path: str) -> tuple[list[str], ast.Module]:
+def syntax_tree(path: str) -> tuple[list[str], ast.Module]:
+    """Return the lines and the syntax tree of a Python file."""
     text = (PROJECT / path).read_text(encoding="utf-8")
     return text.splitlines(), ast.parse(text, filename=path)
 
@@ -55,7 +56,7 @@ def piece(path: str, name: str) -> tuple[int, str]:
         >>> piece("minipaged/foundation/reference.py", "silu_mul")[1].splitlines()[-1]
         '    return (F.silu(gate.float()) * up).to(gate.dtype)'
     """
-    lines, tree = _tree(path)
+    lines, tree = syntax_tree(path)
     if name in ("docstring", "figures"):
         text = ast.get_docstring(tree) or ""
         return 1, text if name == "docstring" else _figures(text)

@@ -53,10 +53,10 @@ def _list(lessons: list[Lesson]) -> None:
 
 def _build(lessons: list[Lesson]) -> int:
     from minipaged.lessons.building import build
-    from minipaged.lessons.kit import lesson_model
+    from minipaged.lessons.kit import DEFAULT, MODEL_VARIABLE, lesson_model
 
-    if lesson_model() != "smollm2":
-        raise UserError("notebooks are built with the default model's outputs")
+    if MODEL_VARIABLE in os.environ or lesson_model() != DEFAULT:
+        raise UserError(f"notebooks are built with the default model's outputs, and without {MODEL_VARIABLE}")
     with ThreadPoolExecutor(2) as pool:
         for lesson, _ in zip(lessons, pool.map(build, lessons), strict=True):
             print(f"written: {lesson.notebook}", flush=True)
@@ -69,7 +69,9 @@ def _open(lesson: Lesson) -> int:
         raise UserError('lessons are opened in JupyterLab, which is missing; pip install -e ".[lessons]" brings it')
     if not lesson.notebook.is_file():
         raise UserError(f"there is no notebook yet; python -m minipaged.lessons build {lesson.number} makes it")
-    command = [sys.executable, "-m", "jupyterlab", str(lesson.notebook)]
+    # Links of a lesson lead to the code and the docs; Jupyter follows none that leads out of its folder.
+    root = f"--ServerApp.root_dir={lesson.path.parents[1]}"
+    command = [sys.executable, "-m", "jupyterlab", root, str(lesson.notebook)]
     if os.name == "nt":  # where a process cannot be replaced
         return subprocess.call(command)
     os.execv(sys.executable, command)

@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ def _execute(lesson: Lesson, notebook: "NotebookNode") -> None:
     }
     client = NotebookClient(notebook, resources={"metadata": {"path": str(lesson.path.parent)}}, **options)
     try:
-        asyncio.run(client.async_execute(env=cpu_environment()))
+        with ThreadPoolExecutor(1) as pool:  # of its own, since this thread may run an event loop, as Jupyter's does
+            pool.submit(lambda: asyncio.run(client.async_execute(env=cpu_environment()))).result()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         print(_without_colors(str(error)), file=sys.stderr)
         raise UserError(f"{lesson.path.name} has a cell that fails, shown above; no notebook is written") from error

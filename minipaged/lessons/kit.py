@@ -12,10 +12,17 @@ from minipaged.errors import UserError
 from minipaged.progress import Progress
 from minipaged.tiers import use
 
+DEFAULT = "smollm2"
+"""The model that lessons are written for."""
+
 RANDOM = "random"
 """The model that runs where the default model cannot be had."""
 
 MODEL_VARIABLE = "MINIPAGED_LESSON_MODEL"
+"""Names another model for all lessons."""
+
+# Lessons start processes after a tokenizer has run in this one, which would print a warning about its threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class NotYet(Exception):
@@ -116,7 +123,7 @@ def _find_model() -> tuple[str, str | None]:
             ensure_default_model(progress)
     except UserError as error:
         return RANDOM, f"A tiny random model, which takes token ids, stands in for the default model: {error}."
-    return "smollm2", None
+    return DEFAULT, None
 
 
 def ask(question: str, rung: str, *options: str, max_tokens: int = 30, **parts: Callable[..., Any]) -> None:
@@ -144,6 +151,3 @@ def ask(question: str, rung: str, *options: str, max_tokens: int = 30, **parts: 
             answer(arguments)
     except NotYet:
         print("not yet: the chat needs", " and ".join(parts))
-
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -40,9 +40,13 @@ class Cell:
     def exercise_name(self) -> str:
         """Return the name of the function or class that is open in this cell."""
         for node in ast.parse(self.source).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "raise NotYet" in ast.unparse(node):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and any(map(_is_open, ast.walk(node))):
                 return node.name
         raise UserError(f"an exercise has no open function or class: {self.source.splitlines()[0]}")
+
+
+def _is_open(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc).startswith("NotYet")
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     root = folder / "site"
     with FileLock(folder / "site.lock"):
         if not root.exists():
+            part = folder / "site.part"  # so that half a site is never taken for a whole one
             environment = {name: value for name, value in os.environ.items() if name != "SITE_URL"}
             build = subprocess.run(
-                [sys.executable, "-c", BUILD, str(root)],
+                [sys.executable, "-c", BUILD, str(part)],
                 cwd=PROJECT,
                 env={**environment, "NO_MKDOCS_2_WARNING": "1"},
                 capture_output=True,
@@ -72,13 +73,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
                 timeout=300,
             )
             if build.returncode:
-                shutil.rmtree(root, ignore_errors=True)
                 pytest.fail(f"mkdocs build --strict: {build.stdout}{build.stderr}")
+            part.rename(root)
     return Site(root)
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
     """Serves files and says nothing."""
+
+    protocol_version = "HTTP/1.1"  # one connection for many files
+
+    def end_headers(self) -> None:
+        self.send_header("Cache-Control", "max-age=600")  # all pages have the same scripts
+        super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -96,9 +103,12 @@ def address(site: Site) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Return the system's Chromium; skip where there is none, which CI does not allow."""
+    """Return the system's Chromium; skip where there is none, which CI does not allow.
+
+    One for each module: while it is open an event loop runs in this thread, and `asyncio.run` refuses to start another.
+    """
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if path is None:

@@ -5,41 +5,19 @@ from typing import Any
 import pytest
 
 from tests.docs.conftest import PHONE, WIDE, Site
+from tests.docs.helpers import Watch
 
-UNFOLD = "[...document.querySelectorAll('details')].slice(0, 40).forEach(details => details.open = true)"
 SIZES = "[document.documentElement.scrollWidth, window.innerWidth]"
 SCHEME = "document.body.dataset.mdColorScheme"
-STILL = "*, ::before, ::after { transition: none !important; animation: none !important; }"
+PREPARE = """
+document.head.insertAdjacentHTML(
+    'beforeend', '<style>*, ::before, ::after { transition: none !important; animation: none !important; }</style>');
+[...document.querySelectorAll('details')].slice(0, 20).forEach(details => details.open = true);
+"""
+"""Lets a page stand still, and opens what is folded."""
 
 NO_SEARCH = "window.Worker = class extends EventTarget { postMessage() {} terminate() {} }"
 """Every page would read the whole index again; search has a test of its own."""
-
-
-class Watch:
-    """Notes what a page complains about and whom it asks for anything."""
-
-    def __init__(self, page: Any, address: str):
-        self.problems: list[str] = []
-        self.requests: list[str] = []
-        self.address = address
-        page.on("console", self.note_message)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("requestfailed", lambda request: self.problems.append(f"{request.url} was not there"))
-        page.on("response", self.note_response)
-        page.on("request", self.note_request)
-
-    def note_message(self, message: Any) -> None:
-        if message.type == "error":
-            self.problems.append(message.text)
-
-    def note_response(self, response: Any) -> None:
-        if response.status >= 400:
-            self.problems.append(f"{response.url}: {response.status}")
-
-    def note_request(self, request: Any) -> None:
-        self.requests.append(request.url)
-        if not request.url.startswith((self.address, "data:", "blob:")):
-            self.problems.append(f"asks {request.url}")
 
 
 def look(page: Any, width: int, scheme: str) -> str | None:
@@ -55,13 +33,13 @@ def test_no_page_scrolls_sideways_complains_or_asks_another_host(site: Site, pag
     watch = Watch(page, address)
     page.add_init_script(NO_SEARCH)
     faults = []
+    looks = [(PHONE, "light"), (WIDE, "dark")]  # colours change no width, so each is seen in one
     assert len(site.written_pages) > 30
     for name in site.written_pages:
         page.goto(address + name.removesuffix("index.html"))
-        page.add_style_tag(content=STILL)
-        page.evaluate(UNFOLD)
-        # Colours change no width, so each page is seen in both by turns.
-        wrong = [look(page, PHONE, "light"), look(page, WIDE, "dark")]
+        page.evaluate(PREPARE)
+        wrong = [look(page, width, scheme) for width, scheme in looks]
+        looks.reverse()  # the next page is first seen as this one was last, which saves a change
         faults += [f"{name} {fault}" for fault in [*wrong, *watch.problems] if fault]
         watch.problems.clear()
     assert not faults, "\n".join(faults)
@@ -73,8 +51,7 @@ def test_no_page_scrolls_sideways_complains_or_asks_another_host(site: Site, pag
 def test_a_page_of_each_kind_is_right_in_all_widths_and_colours(page: Any, address: str, name: str):
     watch = Watch(page, address)
     page.goto(address + name)
-    page.add_style_tag(content=STILL)
-    page.evaluate(UNFOLD)
+    page.evaluate(PREPARE)
     assert not [
         fault for width in (PHONE, 768, WIDE) for scheme in ("light", "dark") if (fault := look(page, width, scheme))
     ]

@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.docs import translation
 from tests.docs.conftest import PHONE, PROJECT, WIDE, Site
-from tests.docs.test_browser import Watch
-from tests.docs.test_site import page_file, tags
+from tests.docs.helpers import Watch, page_file, tags
 
 import chinese  # isort: skip  (from docs/tools, which conftest puts on the path)
 
@@ -70,19 +70,25 @@ def test_a_change_of_a_source_is_noticed_and_an_update_settles_it(tmp_path: Path
     assert list(chinese.stale())
 
 
+def test_what_is_no_chinese_page_is_refused_in_a_sentence():
+    for argument in ("docs/index.md", "docs/zh/vanished.md", "/elsewhere/a.md"):
+        with pytest.raises(SystemExit, match=f"{argument} is no Chinese page"):
+            chinese.page_named(argument)
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_headings_are_those_of_the_source(name: str):
-    assert chinese.headings(chinese.read(name)) == chinese.headings(chinese.read(chinese.twins()[name]))
+    assert translation.headings(chinese.read(name)) == translation.headings(chinese.read(chinese.twins()[name]))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_code_is_that_of_the_source(name: str):
     source = chinese.twins()[name]
-    assert chinese.code(chinese.read(name), name) == chinese.code(chinese.read(source), source)
+    assert translation.code(chinese.read(name), name) == translation.code(chinese.read(source), source)
 
 
 def test_pages_have_code_of_all_kinds():
-    found = [piece for name in PAGES for piece in chinese.code(chinese.read(name), name)]
+    found = [piece for name in PAGES for piece in translation.code(chinese.read(name), name)]
     starts = ("```sh", "```python", "```text", ":::", "<!-- ", "minipaged/", "README.md: ")
     assert all(any(piece.lstrip().startswith(start) for piece in found) for start in starts)
 
@@ -91,21 +97,21 @@ def missing_links(name: str) -> set[str]:
     """Return the links of the source that the page does not have; of two languages of a page, only the Chinese one."""
     source = chinese.twins()[name]
     to_chinese = {english: each for each, english in chinese.twins().items()}
-    wanted = {to_chinese.get(link, link) for link in chinese.links(chinese.read(source), source)}
-    return wanted - chinese.links(chinese.read(name), name) - {name}
+    wanted = {to_chinese.get(link, link) for link in translation.links(chinese.read(source), source)}
+    return wanted - translation.links(chinese.read(name), name) - {name}
 
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_every_link_of_the_source_is_there_and_leads_to_chinese_where_there_is_some(name: str):
     assert not missing_links(name)
-    foreign = chinese.links(chinese.read(name), name) & set(chinese.twins().values())
+    foreign = translation.links(chinese.read(name), name) & set(chinese.twins().values())
     assert foreign <= {chinese.twins()[name]}
 
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_every_number_of_the_source_is_there(name: str):
     def numbers(text: str) -> set[str]:
-        return set(re.findall(r"(?<![\w.])\d(?:[\d,.]*\d)?(?![\w])", chinese.prose(text)))
+        return set(re.findall(r"(?<![\w.])\d(?:[\d,.]*\d)?(?![\w])", translation.prose(text)))
 
     missing = numbers(chinese.read(chinese.twins()[name])) - numbers(chinese.read(name))
     assert not missing, f"{name} lacks {missing}"
@@ -113,7 +119,7 @@ def test_every_number_of_the_source_is_there(name: str):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_to_files_of_the_checkout(name: str):
-    for link in chinese.links(chinese.read(name), name):
+    for link in translation.links(chinese.read(name), name):
         assert re.match(r"[a-z]+:", link) or (PROJECT / link).exists(), f"{name}: {link} leads nowhere"
 
 
@@ -134,7 +140,7 @@ def unexplained(text: str) -> list[str]:
     """Return the terms whose English does not stand in brackets where they come first."""
     terms = {term.chinese: term.english for term in chinese.glossary()}
     words = sorted([*terms, *OTHER_WORDS], key=len, reverse=True)
-    prose = chinese.prose(text)
+    prose = translation.prose(text)
     seen: set[str] = set(OTHER_WORDS)
     found = []
     for match in re.finditer("|".join(words), prose):
@@ -159,7 +165,7 @@ def test_a_term_without_its_english_would_be_noticed():
 
 def wrong_words(text: str) -> list[str]:
     """Return the renderings in a text that the glossary rules out; in brackets, English is what it should be."""
-    prose = re.sub(r"（[^（）]*）", "", chinese.prose(text))
+    prose = re.sub(r"（[^（）]*）", "", translation.prose(text))
     wrong = {word for term in chinese.glossary() for word in term.wrong}
     return [
         word
@@ -191,7 +197,7 @@ TYPOGRAPHY = {
 
 def clumsy(text: str) -> list[str]:
     """Return what is against the customs of Chinese typography."""
-    prose = re.sub(r"\*\*(.+?)\*\*", r"«\1»", chinese.prose(text))
+    prose = re.sub(r"\*\*(.+?)\*\*", r"«\1»", translation.prose(text))
     found = {what: re.search(pattern, prose) for what, pattern in TYPOGRAPHY.items()}
     return [f"{what}: {prose[max(0, m.start() - 15) : m.end() + 15]!r}" for what, m in found.items() if m]
 

@@ -1,29 +1,12 @@
 """A telephone's screen: tables that stack, a list of a page's parts, and a search that explains before it quotes."""
 
-import doctest
 from typing import Any
 
 import pytest
 
-from tests.docs.conftest import Site
+from tests.docs.conftest import WIDE, Site
 
 import narrow  # isort: skip  (from docs/tools, which conftest puts on the path)
-
-PHONE, WIDE = 390, 1440
-
-
-@pytest.fixture
-def page(browser: Any, address: str) -> Any:
-    context = browser.new_context(viewport={"width": PHONE, "height": 844})
-    page = context.new_page()
-    page.set_default_timeout(30_000)
-    yield page
-    context.close()
-
-
-def test_the_examples_give_what_they_say():
-    result = doctest.testmod(narrow)
-    assert result.failed == 0 and result.attempted > 0
 
 
 def test_tables_of_numbers_and_tables_of_two_columns_are_left_alone():

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import BuildError
 
+from minipaged.lessons.building import install_cell
 from tests.docs.conftest import PROJECT
 
 import bench_ledger  # isort: skip  (from docs/tools, which conftest puts on the path)
@@ -14,7 +17,9 @@ import chinese  # isort: skip
 import draw_pictures  # isort: skip
 import languages  # isort: skip
 import lesson_pages  # isort: skip
+import narrow  # isort: skip
 import repo_links  # isort: skip
+import site_hooks  # isort: skip
 import source_pages  # isort: skip
 
 PAGES = sorted((PROJECT / "docs").rglob("*.md"))
@@ -40,7 +45,9 @@ def test_some_pages_have_examples():
 
 
 @pytest.mark.parametrize(
-    "module", [bench_ledger, chinese, languages, lesson_pages, repo_links, source_pages], ids=lambda each: each.__name__
+    "module",
+    [bench_ledger, chinese, languages, lesson_pages, narrow, repo_links, source_pages],
+    ids=lambda each: each.__name__,
 )
 def test_the_examples_of_the_tools_give_what_they_say(module):
     result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
@@ -111,23 +118,21 @@ def test_outputs_become_blocks_and_pictures(tmp_path: Path):
         },
         {"output_type": "execute_result", "data": {"text/plain": ["``` 42"]}},
     ]
-    install = {"cell_type": "code", "source": "# Installs minipaged where it is missing\nimport x"}
+    install = {"cell_type": "code", "source": install_cell("").source}
     page = notebook(tmp_path, install, {"cell_type": "code", "source": "run()", "outputs": outputs})
-    assert "Installs" not in page.text
+    assert "importlib" not in page.text and "Installs" not in page.text
     assert "``` {.python}\nrun()\n```\n\n``` {.text .output}\nred\n```" in page.text
     assert "![a pool](pictures/01_contiguous-1.svg){ .drawing }" in page.text
     assert "```` {.text .output}\n``` 42\n````" in page.text
     assert page.pictures == {"01_contiguous-1.svg": b"<svg><title>a pool</title></svg>"}
 
 
-def test_without_a_notebook_a_lesson_is_made_from_its_source(tmp_path: Path):
-    path = tmp_path / "03_sharing.py"
-    path.write_text(
-        '# %% [markdown] given="2"\n# # 03  Fork\n#\n# Text.\n\n# %% tags=["exercise"]\ndef mine():\n    raise NotYet\n'
-    )
-    page = lesson_pages.render(path)
-    assert page.title == "03 Fork" and "\nText.\n" in page.text
-    assert '``` {.python title="your turn"}\ndef mine():\n    raise NotYet\n```' in page.text
+def test_a_lesson_without_a_notebook_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lesson_pages, "PROJECT", tmp_path)
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "lessons" / "03_sharing.py").touch()
+    with pytest.raises(BuildError, match=r"no 03_sharing.ipynb: python -m .* build 03 makes it"):
+        lesson_pages.lesson_files()
 
 
 # -- sources and tables
@@ -148,6 +153,16 @@ def test_a_page_that_shows_what_is_gone_stops_the_build():
         source_pages.piece("minipaged/paged/reference.py", "vanished")
     with pytest.raises(LookupError, match="no block"):
         source_pages.fenced_block("README.md", "$ vanished")
+
+
+def test_a_build_reads_again_what_an_earlier_one_has_read():
+    source_pages.letters()
+    bench_ledger.ledger()
+    languages.pair("index.md")
+    chinese.glossary()
+    assert all(kept.cache_info().currsize for kept in site_hooks.KEPT)
+    site_hooks.on_config(MkDocsConfig())
+    assert not any(kept.cache_info().currsize for kept in site_hooks.KEPT)
 
 
 def test_every_letter_of_the_table_of_shapes_is_on_the_page():

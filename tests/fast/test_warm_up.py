@@ -34,6 +34,7 @@ def test_the_calls_launch_every_kernel_that_prompts_and_decode_steps_need(
     w = fast_engine(folder, "all", tier="triton", block_size=4, max_model_len=16, num_blocks=16, max_num_seqs=4)
     engine: Any = w.engine
     engine.fused.is_skinny = True  # as on a GPU
+    engine.kv.zero_()  # what is read of nobody's blocks means nothing, but numpy warns of infinities
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
     with torch.inference_mode(), engine._at_rest():
         for call in kernel_calls(engine):

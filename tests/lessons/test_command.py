@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,11 @@ def test_a_lesson_opens_in_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lesson.notebook.touch()
     started: list[Any] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    monkeypatch.setattr(subprocess, "call", started.append)  # on Windows
     main(["01"], tmp_path)
-    assert started == [(sys.executable, [sys.executable, "-m", "jupyterlab", str(lesson.notebook)])]
+    root = f"--ServerApp.root_dir={tmp_path.parent}"
+    assert started == [[sys.executable, "-m", "jupyterlab", root, str(lesson.notebook)]]
 
 
 def test_what_is_missing_for_opening_is_said_in_one_sentence(tmp_path: Path, monkeypatch: Any, capsys: Any):

@@ -1,7 +1,7 @@
 """Every exercise: its solution passes the check, and at least two plausible wrong solutions do not."""
 
 import ast
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from minipaged.lessons import WrongAnswer
+from minipaged.lessons.exercises.paged_kernel import is_open
 from minipaged.lessons.reading import Lesson
 from tests.lessons.notebooks import CHECK, each_lesson
 
 WRONG = Path(__file__).parent / "wrong"
 NUM_WRONG = 2
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+NEEDS_TRITON = "paged_kernel"
+"""The lesson whose exercises are Triton kernels: where Triton cannot be had, nothing of it can run."""
 
 
 def wrong_solutions(topic: str) -> list[tuple[Any, Any, str]]:
@@ -22,6 +26,9 @@ def wrong_solutions(topic: str) -> list[tuple[Any, Any, str]]:
 
 def all_wrong_solutions() -> Iterator[Any]:
     for path in sorted(WRONG.glob("*.py")):
+        if path.stem == NEEDS_TRITON and not HAS_TRITON:
+            yield pytest.param(None, None, "", id=path.stem, marks=pytest.mark.skip(reason="Triton is not installed"))
+            continue
         for check, answer, message in wrong_solutions(path.stem):
             yield pytest.param(check, answer, message, id=f"{check.__name__}-{getattr(answer, '__name__', answer)}")
 
@@ -35,7 +42,8 @@ def test_a_wrong_solution_is_refused_with_help(check: Any, answer: Any, message:
 
 @each_lesson
 def test_every_exercise_has_wrong_solutions(lesson: Lesson):
-    refused = [check.__name__ for check, _, _ in wrong_solutions(lesson.name.split("_", 1)[1])]
+    skip_without_triton(lesson)
+    refused = [check.__name__ for check, _, _ in wrong_solutions(topic_of(lesson))]
     for index, cell in enumerate(lesson.cells):
         if cell.is_exercise:
             check = CHECK.search(lesson.cells[index + 2].source)
@@ -45,6 +53,7 @@ def test_every_exercise_has_wrong_solutions(lesson: Lesson):
 
 @each_lesson
 def test_the_solutions_of_a_lesson_pass_their_checks(lesson: Lesson, tmp_path: Path, capsys: pytest.CaptureFixture):
+    skip_without_triton(lesson)
     namespace: dict[str, Any] = {"__name__": lesson.name}
     for index, cell in enumerate(lesson.cells):
         if cell.is_exercise:
@@ -53,6 +62,15 @@ def test_the_solutions_of_a_lesson_pass_their_checks(lesson: Lesson, tmp_path: P
             assert f"right: {cell.exercise_name}" in capsys.readouterr().out.splitlines()
         elif cell.is_code:
             run(definitions(cell.source), tmp_path / f"{index}.py", namespace)
+
+
+def topic_of(lesson: Lesson) -> str:
+    return lesson.name.split("_", 1)[1]
+
+
+def skip_without_triton(lesson: Lesson) -> None:
+    if topic_of(lesson) == NEEDS_TRITON and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
 
 
 def run(source: str, path: Path, namespace: dict[str, Any]) -> None:
@@ -82,3 +100,18 @@ def is_constant(node: ast.stmt) -> bool:
 def test_definitions_leave_out_what_runs():
     source = "import os\nx = [1, 2]\ny = os.getpid()\nprint(x)\n\ndef f():\n    return x"
     assert definitions(source) == "import os\nx = [1, 2]\ndef f():\n    return x"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("raise NotYet", True),
+        ("if x:\n        raise kit.NotYet('later')", True),
+        ('"""Solve it:\n    raise NotYet\n    """\n    return x', False),
+        ("# raise NotYet\n    return x", False),
+        ("raise ValueError", False),
+        ("raise", False),
+    ],
+)
+def test_a_kernel_is_open_while_a_statement_raises_not_yet_and_not_where_words_mention_it(body: str, expected: bool):
+    assert is_open(f"    def f(x):\n        {body.replace(chr(10), chr(10) + '    ')}\n") is expected

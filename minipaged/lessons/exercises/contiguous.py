@@ -12,7 +12,7 @@ from minipaged.contiguous.arena import RESERVATIONS, Arena, Reservation
 from minipaged.contiguous.buddy import BuddyAllocator
 from minipaged.foundation.random_weights import SHAPES
 from minipaged.foundation.weights import load_config
-from minipaged.lessons.exercises.foundation import expect_rows
+from minipaged.lessons.exercises.foundation import LOW_PRECISION, expect_low_precision, expect_rows
 from minipaged.lessons.kit import WrongAnswer, exercise, expect
 
 
@@ -59,8 +59,10 @@ def check_contiguous_attention(answer: Callable[..., torch.Tensor]) -> None:
     arguments = inputs.q, *inputs.dense(), inputs.seq_lens
     expected = reference.contiguous_attention(*arguments, scale=0.3, window=None)
     expect_rows(answer(*arguments, scale=0.3, window=None), expected, "scale = 0.3", "Use the scale that is given.")
-    low = answer(*(each.bfloat16() for each in arguments[:3]), inputs.seq_lens, scale=0.3, window=None)
-    expect(low.dtype, torch.bfloat16, "q in bfloat16", "Return the dtype of q.")
+    inputs = make_paged_inputs(LOW_PRECISION, torch.bfloat16)
+    arguments = inputs.q * 8, *inputs.dense(), inputs.seq_lens
+    expected = reference.contiguous_attention(*arguments, scale=0.3, window=None)
+    expect_low_precision(answer(*arguments, scale=0.3, window=None), expected)
 
 
 ALLOCATIONS = ((16, (4, 4, 4, 4, 1)), (16, (3, 5, 9)), (20, (16, 8, 4, 1)), (8, (1, 8, 2, 4)), (64, (8, 8, 8, 33, 16)))

@@ -18,6 +18,7 @@ from minipaged.tiers import use
 HEADS = {"num_heads": 2, "num_kv_heads": 2, "block_size": 4}
 POSITIONS = "Query i of n stands at position seq_len - n + i of its sequence, and sees the keys from 0 to there."
 GROUPS = "With G query heads for each KV head, query head h reads KV head h // G: repeat_interleave, not repeat."
+SCALE = "Use the scale that is given."
 FLOAT32 = "Convert q, k and v with .float() before the scores are computed: bfloat16 has 8 bits of precision."
 PAST_THE_END = "Slots behind a sequence's last token hold NaN here, and 0 times NaN is NaN: cut keys and values off."
 OWN = "Each sequence reads its own blocks, in the order of its table, and only its first seq_len slots."
@@ -46,9 +47,12 @@ def check_attention(answer: Callable[..., Any]) -> None:
         expect(tuple(actual.shape), tuple(inputs.q.shape), f"{given}; the shape of the result", "One row per query.")
         expected = ragged_paged_attention(*inputs.args, **options)
         _expect_close(actual, expected, 1e-4, given, help)
+    inputs = make_ragged_inputs(ATTENTION_CASES[1][0])
+    actual, expected = (each(*inputs.args, scale=0.3, window=None) for each in (answer, ragged_paged_attention))
+    _expect_close(actual, expected, 1e-4, "a prompt of 5 tokens, scale = 0.3", SCALE)
     inputs = make_ragged_inputs(ATTENTION_CASES[-1][0], dtype=torch.bfloat16)
     wide = inputs.q * 8, *inputs.args[1:]  # scores that are large for 8 bits of mantissa
-    actual, expected = (each(*wide, scale=0.25, window=None) for each in (answer, ragged_paged_attention))
+    actual, expected = (each(*wide, scale=0.3, window=None) for each in (answer, ragged_paged_attention))
     expect(actual.dtype, torch.bfloat16, "the dtype of the result for q in bfloat16", "Return the dtype of q.")
     _expect_close(actual, expected, 0.02, "q, k and v in bfloat16, large scores", FLOAT32)
 

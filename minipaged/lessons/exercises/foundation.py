@@ -63,6 +63,9 @@ def check_rms_norm(answer: Callable[..., Any]) -> None:
     expect(
         answer(zeros, torch.ones(4), 1e-6, residual=None), zeros, "a row of zeros, eps = 1e-6", "Add eps to the mean."
     )
+    small, hint = torch.tensor([[0.01, 0.02]]), "Add eps to the mean of the squares, before the root is taken."
+    expected = ops.rms_norm(small, by_hand[1], 0.01, tier="torch")
+    expect(answer(small, by_hand[1], 0.01, residual=None), expected, "x = [[0.01, 0.02]], eps = 0.01", hint)
     x, residual = torch.tensor([[1.0, 2.0], [0.5, -4.0]]), torch.tensor([[2.0, 2.0], [1.0, 1.0]])
     before = x.clone(), residual.clone()
     _expect_norm(answer, f"x = {x.tolist()}, residual = {residual.tolist()}", x, by_hand[1], 1e-5, residual)
@@ -120,8 +123,30 @@ def check_causal_attention(answer: Callable[..., Tensor]) -> None:
     expect_rows(
         answer(q, k, v, starts, scale=0.3, window=None), expected, "scale = 0.3", "Use the scale that is given."
     )
-    low = answer(q.bfloat16(), k.bfloat16(), v.bfloat16(), starts, scale=0.3, window=None)
-    expect(low.dtype, torch.bfloat16, "q in bfloat16", "Return the dtype of q.")
+    q, k, v, starts = make_prefill_inputs(LOW_PRECISION, torch.bfloat16)
+    expected = reference.causal_attention(q * 8, k, v, starts, scale=0.3)
+    expect_low_precision(answer(q * 8, k, v, starts, scale=0.3, window=None), expected)
+
+
+LOW_PRECISION = AttentionCase("sequences of 33 and 17 tokens, 4 on 2 heads", (33, 17), 4, 2, 16)
+
+
+def expect_low_precision(actual: Any, expected: Float[Tensor, "T H D"]) -> None:
+    """Refuse attention in bfloat16 that differs by more than the rounding of its result.
+
+    Take queries times 8 for it: the scores are then large for the 8 bits of a number in bfloat16.
+
+    Raises:
+        WrongAnswer: The dtype or the shape is another one, or a number is too far off.
+    """
+    expect(getattr(actual, "dtype", None), torch.bfloat16, "q in bfloat16", "Return the dtype of q.")
+    expect(actual.shape, expected.shape, "q in bfloat16: the shape of the result", "It is that of q.")
+    worst = float((actual.float() - expected.float()).abs().max())
+    if not worst < 0.02:  # NaN is refused too
+        raise WrongAnswer(
+            f"q, k and v in bfloat16, large scores\n  the largest difference to the reference is {worst:.3g}\n"
+            "Convert q, k and v with .float() before the scores are computed: bfloat16 has 8 bits of precision."
+        )
 
 
 def expect_rows(actual: Any, expected: Float[Tensor, "T H D"], given: str, hint: str) -> None:

@@ -135,17 +135,27 @@ def check_write_slots(write_slots: Callable[[Tensor, Tensor, Tensor, Tensor, Ten
         pools = [torch.zeros(2, 8, block_size, 2, 3) for _ in range(2)]
         for (k_pool, v_pool), write in zip(pools, (write_slots, reference.write_slots), strict=True):
             write(k.clone(), -k, k_pool, v_pool, torch.tensor(slots, dtype=torch.int64))
+        given = f"write_slots of {len(slots)} tokens to slots {slots}, blocks of {block_size}"
         for name, actual, expected in zip(("k_pool", "v_pool"), *pools, strict=True):
             expect(
                 _written(actual),
                 _written(expected),
-                f"write_slots of {len(slots)} tokens to slots {slots}, blocks of {block_size}: "
-                f"slots of {name} with what they hold first",
+                f"{given}: slots of {name} with what they hold first",
                 "A pool is one row of slots, block after block. A slot of -1 means: write this token nowhere.",
             )
+            _expect_whole_slots(actual, expected, f"{given}: {name}")
 
 
 def _written(pool: Tensor) -> dict[int, float]:
     """Return the first number of each slot that holds something."""
     rows: Iterable[Tensor] = pool.flatten(0, 1)
     return {slot: row.flatten()[0].item() for slot, row in enumerate(rows) if row.any()}
+
+
+def _expect_whole_slots(actual: Tensor, expected: Tensor, given: str) -> None:
+    for slot, rows in enumerate(zip(actual.flatten(0, 1), expected.flatten(0, 1), strict=True)):
+        if not torch.equal(*rows):
+            raise WrongAnswer(
+                f"{given}, slot {slot}\n  expected {rows[1].tolist()}\n  got      {rows[0].tolist()}\n"
+                "A slot takes the whole row of its token: every KV head, and every number of each head."
+            )

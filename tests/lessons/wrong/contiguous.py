@@ -46,6 +46,19 @@ def attend_with_another_scale(
     return reference.contiguous_attention(q, k, v, seq_lens, scale=q.shape[-1] ** -0.5, window=window)
 
 
+def attend_in_the_dtype_of_q(
+    q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """Compute in bfloat16 where the inputs are in it."""
+    out, group = torch.zeros_like(q), q.shape[1] // k.shape[2]
+    for row, length in enumerate(seq_lens.tolist()):
+        first = 0 if window is None else max(0, length - window)
+        keys, values = (each[row, first:length].repeat_interleave(group, 1) for each in (k, v))
+        weights = (torch.einsum("hd,lhd->hl", q[row], keys) * scale).softmax(-1)
+        out[row] = torch.einsum("hl,lhd->hd", weights, values)
+    return out
+
+
 class Allocator:
     """What the lesson gives; the subclasses are wrong in `find` alone."""
 
@@ -121,6 +134,7 @@ WRONG = [
     (checks.check_contiguous_attention, attend_without_the_newest, "It sees seq_lens[b] tokens"),
     (checks.check_contiguous_attention, attend_with_weights_of_zero, "NaN lies behind them"),
     (checks.check_contiguous_attention, attend_with_another_scale, "Use the scale that is given"),
+    (checks.check_contiguous_attention, attend_in_the_dtype_of_q, "bfloat16 has 8 bits of precision"),
     (checks.check_allocator, BumpAllocator, "expected one of"),
     (checks.check_allocator, OverhangingAllocator, "8 of 20 slots are wanted"),
     (checks.check_allocator, UnalignedAllocator, "starts at a multiple of its size"),

@@ -41,6 +41,14 @@ def attention_past_the_end(*args: Any, scale: float, window: int | None) -> torc
     return attend(args, scale, is_positioned=True, is_interleaved=True, is_cut=False)
 
 
+def attention_with_another_scale(*args: Any, scale: float, window: int | None) -> torch.Tensor:
+    return attend(args, args[0].shape[-1] ** -0.5, is_positioned=True, is_interleaved=True)
+
+
+def attention_in_the_dtype_of_q(*args: Any, scale: float, window: int | None) -> torch.Tensor:
+    return attend(args, scale, is_positioned=True, is_interleaved=True)
+
+
 def plan_of_everything(scheduler: Scheduler) -> Plan:
     return scheduler.plan_step()
 
@@ -83,6 +91,8 @@ WRONG = [
     (check_attention, attention_from_position_0, "stands at position seq_len - n + i"),
     (check_attention, attention_with_repeated_heads, "reads KV head h // G"),
     (check_attention, attention_past_the_end, "0 times NaN is NaN"),
+    (check_attention, attention_with_another_scale, "Use the scale that is given"),
+    (check_attention, attention_in_the_dtype_of_q, "bfloat16 has 8 bits of precision"),
     (check_plan, plan_of_everything, "decode only if the plan has no chunks yet"),
     (check_plan, plan_that_forgets_the_rest_of_a_prompt, "go on with prompts that have entered"),
     (check_plan, plan_that_goes_on_behind_admission, "has a request twice"),

@@ -1,6 +1,9 @@
 """Plausible wrong solutions of lesson 00, each with a piece of the message that its check must give."""
 
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from minipaged.foundation import reference
 from minipaged.lessons.exercises import foundation as checks
@@ -38,6 +41,14 @@ def norm_in_the_dtype_of_x(x: Tensor, weight: Tensor, eps: float, *, residual: T
     return normed if residual is None else (normed, total)
 
 
+def norm_with_eps_outside_the_root(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Any:
+    """Add eps to the root and not to the mean."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    normed = (wide / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps)).to(x.dtype) * weight
+    return normed if residual is None else (normed, total)
+
+
 def attend_across_sequences(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int | None
 ) -> Any:
@@ -53,6 +64,20 @@ def attend_to_heads_in_turn(
     return reference.causal_attention(
         q, k.repeat(1, group, 1), v.repeat(1, group, 1), starts, scale=scale, window=window
     )
+
+
+def attend_in_the_dtype_of_q(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, scale: float, window: int | None
+) -> Any:
+    """Compute in bfloat16 where the inputs are in it."""
+    out, group = torch.empty_like(q), q.shape[1] // k.shape[1]
+    for start, end in pairwise(starts.tolist()):
+        keys, values = (each[start:end].repeat_interleave(group, 1) for each in (k, v))
+        hidden = ~reference.visible_keys(end - start, 0, 0, window)
+        scores = torch.einsum("thd,lhd->htl", q[start:end], keys) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[start:end] = torch.einsum("htl,lhd->thd", weights, values)
+    return out
 
 
 def intensity_of_multiplications(num_rows: int, num_in: int, num_out: int, bytes_per_number: int) -> float:
@@ -72,8 +97,10 @@ WRONG = [
     (checks.check_rms_norm, layer_norm, "x = [[3, 4]]"),
     (checks.check_rms_norm, norm_beside_the_residual, "The norm is taken of the sum"),
     (checks.check_rms_norm, norm_in_the_dtype_of_x, "too large for float16"),
+    (checks.check_rms_norm, norm_with_eps_outside_the_root, "before the root is taken"),
     (checks.check_causal_attention, attend_across_sequences, "must not see the one before it"),
     (checks.check_causal_attention, attend_to_heads_in_turn, "Query heads 0 and 1 read KV head 0"),
+    (checks.check_causal_attention, attend_in_the_dtype_of_q, "bfloat16 has 8 bits of precision"),
     (checks.check_intensity, intensity_of_multiplications, "a multiplication and an addition"),
     (checks.check_intensity, intensity_of_the_matrix_alone, "num_rows = 1, num_in = 4, num_out = 4"),
 ]

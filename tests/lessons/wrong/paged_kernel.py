@@ -27,6 +27,14 @@ def add_block_that_fades_one_sum(state: State, scores: Tensor, values: Tensor) -
     return new_top, total + weights.sum(-1), acc * fade[:, None] + weights @ values
 
 
+def add_block_that_copies_a_column(state: State, scores: Tensor, values: Tensor) -> State:
+    top, total, acc = state
+    new_top = torch.maximum(top, scores.max(-1).values)
+    fade = torch.exp(top - new_top)
+    weights = torch.exp(scores - new_top[:, None])
+    return new_top, total * fade + weights.sum(-1), acc * fade[:, None] + weights @ values[:, :1]
+
+
 def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     return torch.softmax(keys @ q * scale, 0) @ values
 
@@ -62,6 +70,12 @@ def walk_that_returns_float32(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, tables: Tensor, seq_lens: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
     return reference.paged_attention(q, k_pool, v_pool, tables, seq_lens, scale=scale, window=window).float()
+
+
+def walk_with_another_scale(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, tables: Tensor, seq_lens: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    return reference.paged_attention(q, k_pool, v_pool, tables, seq_lens, scale=q.shape[-1] ** -0.5, window=window)
 
 
 @triton.jit
@@ -146,14 +160,43 @@ def kernel_that_keeps_the_last_tile(
         tl.store(out_ptr + at, out, mask=exists)
 
 
+@triton.jit
+def kernel_with_another_scale(
+    q_ptr, k_pool_ptr, v_pool_ptr, out_ptr, tables_ptr, seq_lens_ptr, table_width, scale,
+    SLOTS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
+    kv_head, seq = tl.program_id(0), tl.program_id(1)
+    at, exists = rows_of(seq, kv_head, NUM_KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP)
+    q = tl.load(q_ptr + at, mask=exists, other=0.0)
+    seq_len, table_ptr = tl.load(seq_lens_ptr + seq), tables_ptr + seq * table_width
+    total = tl.zeros([TILE_GROUP], tl.float32)
+    acc = tl.zeros([TILE_GROUP, HEAD_DIM], tl.float32)
+    for start in range(0, seq_len, TILE_KEYS):
+        token = start + tl.arange(0, TILE_KEYS)
+        is_there = token < seq_len
+        slot = tl.load(table_ptr + token // SLOTS, mask=is_there, other=0) * SLOTS + token % SLOTS
+        source = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+        k = tl.load(k_pool_ptr + source, mask=is_there[:, None], other=0.0)
+        v = tl.load(v_pool_ptr + source, mask=is_there[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * HEAD_DIM**-0.5
+        weights = tl.where(is_there[None, :], tl.exp(scores), 0.0)
+        total += tl.sum(weights, axis=1)
+        acc += tl.dot(weights, v, input_precision="ieee")
+    tl.store(out_ptr + at, acc / total[:, None], mask=exists)
+
+
 WRONG: list[tuple[Any, Any, str]] = [
     (checks.check_add_block, add_block_without_fading, "total after 4 keys"),
     (checks.check_add_block, add_block_that_fades_one_sum, "Both sums so far were counted"),
+    (checks.check_add_block, add_block_that_copies_a_column, "acc after 2 keys"),
     (checks.check_walk_blocks, walk_with_heads_taken_in_turn, "is wrong in query head 1, which reads KV head"),
     (checks.check_walk_blocks, walk_over_whole_blocks, "The last block may be part empty"),
     (checks.check_walk_blocks, walk_that_returns_float32, "bfloat16\nReturn a tensor"),
+    (checks.check_walk_blocks, walk_with_another_scale, "scale = 0.3"),
     (checks.check_gather_kernel, gather_without_a_table, "Token 4 lies in slot 8"),
     (checks.check_gather_kernel, gather_without_a_mask_on_the_store, "mask the store, too"),
     (checks.check_paged_kernel, kernel_without_masks, "holds NaN"),
     (checks.check_paged_kernel, kernel_that_keeps_the_last_tile, "Sequence 2 (17 tokens) is wrong"),
+    (checks.check_paged_kernel, kernel_with_another_scale, "scale = 0.3"),
 ]

@@ -69,6 +69,20 @@ def write_of_keys_alone(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, sl
     k_pool.view(-1, *k.shape[1:])[slot_mapping[used]] = k[used]
 
 
+def write_of_one_head_over_all(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        for i, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                pool[slot // pool.shape[1], slot % pool.shape[1]] = new[i, 0]
+
+
+def write_of_one_number_a_slot(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slot_mapping: Tensor) -> None:
+    for pool, new in ((k_pool, k), (v_pool, v)):
+        for i, slot in enumerate(slot_mapping.tolist()):
+            if slot >= 0:
+                pool[slot // pool.shape[1], slot % pool.shape[1], 0, 0] = new[i, 0, 0]
+
+
 WRONG = [
     (checks.check_slot_mapping, slots_without_the_size, "block_size=4"),
     (checks.check_slot_mapping, slots_counted_from_the_start, "start=3"),
@@ -78,4 +92,6 @@ WRONG = [
     (checks.check_block_pool, PoolThatTrustsItsList, "allocate() when no block is free raised IndexError"),
     (checks.check_write_slots, write_that_floors_minus_one, "A slot of -1 means: write this token nowhere"),
     (checks.check_write_slots, write_of_keys_alone, "v_pool"),
+    (checks.check_write_slots, write_of_one_head_over_all, "every KV head"),
+    (checks.check_write_slots, write_of_one_number_a_slot, "every number of each head"),
 ]
