@@ -47,3 +47,18 @@ class Watch:
         self.requests.append(request.url)
         if not request.url.startswith((self.address, "data:", "blob:")):
             self.problems.append(f"asks {request.url}")
+
+
+def search(page: Any, words: str) -> None:
+    """Type words into the search field until results are there: what is typed before the page's scripts run is lost."""
+    from playwright.sync_api import TimeoutError
+
+    for attempt in range(8):
+        page.fill("input.md-search__input", "")
+        page.type("input.md-search__input", words)
+        try:
+            page.wait_for_selector(".md-search-result__item a", timeout=15_000)
+            return
+        except TimeoutError:
+            if attempt == 7:
+                raise

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.docs.conftest import PHONE, WIDE, Site
-from tests.docs.helpers import Watch
+from tests.docs.helpers import Watch, search
 
 SIZES = "[document.documentElement.scrollWidth, window.innerWidth]"
 SCHEME = "document.body.dataset.mdColorScheme"
@@ -73,9 +73,8 @@ def test_search_finds_block_table(page: Any, address: str, width: int):
     if width == PHONE:
         page.click("label.md-header__button[for=__search]")
     page.click("input.md-search__input")
-    page.type("input.md-search__input", "block table")
+    search(page, "block table")
     results = page.locator(".md-search-result__item a")
-    results.first.wait_for()
     texts = " ".join(results.all_inner_texts()).lower()
     assert "block table" in texts and "paged" in texts
     assert not watch.problems

@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs import translation
 from tests.docs.conftest import PHONE, PROJECT, WIDE, Site
-from tests.docs.helpers import Watch, page_file, tags
+from tests.docs.helpers import Watch, page_file, search, tags
 
 import chinese  # isort: skip  (from docs/tools, which conftest puts on the path)
 
@@ -278,9 +278,8 @@ def test_search_finds_the_block_table_in_chinese(page: Any, address: str, width:
     if width == PHONE:
         page.click("label.md-header__button[for=__search]")
     page.click("input.md-search__input")
-    page.type("input.md-search__input", "块表")
+    search(page, "块表")
     results = page.locator(".md-search-result__item a")
-    results.first.wait_for()
     found = [results.nth(i).get_attribute("href") for i in range(results.count())]
     assert any("/zh/ladder/paged/" in link for link in found) and all("/zh/" in link for link in found)
     assert not watch.problems

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.docs.conftest import WIDE, Site
+from tests.docs.helpers import search
 
 import narrow  # isort: skip  (from docs/tools, which conftest puts on the path)
 
@@ -60,7 +61,7 @@ def test_a_page_lists_its_parts_only_where_they_do_not_stand_beside_it(page: Any
 def test_the_first_pages_that_a_search_finds_explain_the_words(page: Any, address: str, words: str, where: str):
     page.goto(address)
     page.click("label.md-header__button[for=__search]")
-    page.type("input.md-search__input", words)
+    search(page, words)
     results = page.locator(".md-search-result__item > a.md-search-result__link")
     page.wait_for_function("document.querySelectorAll('.md-search-result__item').length > 2")
     links = [result.get_attribute("href").partition("?")[0].partition("#")[0] for result in results.all()[:3]]
