@@ -6,6 +6,7 @@ the Markdown ones stands in comments. The notebook beside it is made from it; se
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,13 +41,21 @@ class Cell:
     def exercise_name(self) -> str:
         """Return the name of the function or class that is open in this cell."""
         for node in ast.parse(self.source).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and any(map(_is_open, ast.walk(node))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and is_open(ast.unparse(node)):
                 return node.name
         raise UserError(f"an exercise has no open function or class: {self.source.splitlines()[0]}")
 
 
-def _is_open(node: ast.AST) -> bool:
-    return isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc).startswith("NotYet")
+def is_open(source: str) -> bool:
+    r"""Return whether a function still raises `NotYet`. Words in a comment or a docstring do not count.
+
+    Example:
+        >>> is_open("def f():\n    raise NotYet"), is_open("def f():\n    # raise NotYet\n    return 5")
+        (True, False)
+    """
+    raised = [node.exc for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Raise)]
+    names = [ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in raised if each is not None]
+    return any(name.split(".")[-1] == "NotYet" for name in names)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """The checks of lesson 02b: the online softmax, the walk over the blocks, and two Triton kernels."""
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 
 from minipaged.cases import ATTENTION_CASES, MAX_ERROR, AttentionCase, PagedInputs, make_paged_inputs
 from minipaged.lessons.kit import NotYet, WrongAnswer, exercise, expect
+from minipaged.lessons.reading import is_open
 from minipaged.paged import reference
 from minipaged.shapes import Float, Tensor
 
@@ -39,18 +38,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
             cause = cause.__cause__
         raise cause from None
-
-
-def is_open(source: str) -> bool:
-    r"""Return whether a function still raises `NotYet`. Words in a comment or a docstring do not count.
-
-    Example:
-        >>> is_open("def f():\n    raise NotYet"), is_open("def f():\n    # raise NotYet\n    return 5")
-        (True, False)
-    """
-    raised = [node.exc for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Raise)]
-    names = [ast.unparse(each.func if isinstance(each, ast.Call) else each) for each in raised if each is not None]
-    return any(name.split(".")[-1] == "NotYet" for name in names)
 
 
 SCORES = (
